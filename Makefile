@@ -1,0 +1,47 @@
+# Set-up, demo and checks: everything happens in .venv, which the first target that needs it makes.
+# Needs make and Python >= 3.11 with venv. Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+INSTALL = $(RUN) pip install --no-input --prefer-binary --constraint constraints.txt
+
+# Debian splits ensurepip off into python3-venv; without it `python3 -m venv` fails half way.
+SUITABLE = $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'
+CHECK_PYTHON = $(if $(shell $(SUITABLE) 2>&1 || echo no),$(error install Python 3.11 or newer \
+	with venv (Debian, Ubuntu: apt install python3-venv), or name one: make PYTHON=python3.12))
+
+.PHONY: demo test test-gpu lint clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/thinwire train $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(RUN) pytest $(ARGS)
+
+test-gpu: $(VENV)/installed-dev
+	$(RUN) pytest -m gpu $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache \
+		.pytest_cache .ruff_cache
+
+# The stamps make pip run again only when what it reads has changed.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable '.[dev]'
+	touch $(VENV)/installed $@

@@ -1,0 +1,36 @@
+"""Codecs: tensor to payload bytes and back, without state. One file a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from thinwire.codecs import cast, integer, raw
+from thinwire.codecs.base import Codec
+from thinwire.errors import SpecError
+from thinwire.spec import parse, register
+
+__all__ = ["Codec", "cast", "codec", "integer", "raw", "register_codec"]
+
+T = TypeVar("T", bound=Codec)
+
+
+def codec(spec: str) -> Codec:
+    """The codec that a string names, as ``codec("int4:group=64")``.
+
+    Raises SpecError (a ValueError) with the nearest match on an unknown name or option, and on the
+    name of a scheme.
+    """
+    value = parse(spec)
+    if not isinstance(value, Codec):
+        raise SpecError(f"{spec!r} is a scheme, which has state; a codec is wanted, such as 'int4'")
+    return value
+
+
+def register_codec(name: str, **preset: Any) -> Callable[[type[T]], type[T]]:
+    """Class decorator that makes a user's codec reachable by name.
+
+    The class is a frozen dataclass derived from ``thinwire.Codec`` with ``row_nbytes``,
+    ``_encode_rows`` and ``_decode_rows``; its fields become the options of the spec string.
+    """
+    return register("codec", name, **preset)

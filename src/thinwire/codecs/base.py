@@ -1,0 +1,233 @@
+"""The codec contract: a tensor to payload bytes and back, without state.
+
+Subclasses code equal-length float or raw rows; this class does rows, lengths, dtypes, shapes,
+checks and output buffers once for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import NonFiniteError
+from thinwire.spec import Named
+
+Lengths = Sequence[int] | Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(Named):
+    """Stateless: tensor to 1-D uint8 payload, and back.
+
+    A *row* is ``x[i]`` for two or more dimensions and the whole tensor for fewer, unless ``rows``
+    gives their number. Each row is coded on its own, so a row's bytes never depend on its
+    neighbours; the payload is the rows' bytes, one after the other. Of a row only the first
+    ``lengths[i]`` values (flattened) are coded; the rest decode to zero.
+    """
+
+    @abstractmethod
+    def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        """Bytes of one encoded row of ``n`` values of ``dtype``."""
+
+    @abstractmethod
+    def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
+        """``x`` [rows, n] contiguous into ``out`` [rows, row_nbytes] uint8; False: not codable."""
+
+    @abstractmethod
+    def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
+        """``payload`` [rows, row_nbytes] uint8 to [rows, n]; None if its parameters are invalid."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError if tensors of ``dtype`` cannot be coded."""
+        if not dtype.is_floating_point:
+            raise ValueError(f"codec {self} takes floating-point tensors, not {dtype}; use raw")
+
+    def max_nbytes(self, shape: Sequence[int], dtype: torch.dtype, rows: int | None = None) -> int:
+        """The most bytes that ``encode`` yields for a tensor of this shape and dtype."""
+        count, n = _layout(shape, rows)
+        return count * self.row_nbytes(n, dtype)
+
+    def encode(
+        self,
+        x: Tensor,
+        rows: int | None = None,
+        lengths: Lengths | None = None,
+        seed: int | Tensor = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Encode ``x`` (any float dtype, any shape or strides; never changed).
+
+        ``seed`` feeds stochastic rounding: one int, or an int64 tensor with one a row. Returns the
+        payload, 1-D uint8 on ``x.device``; with ``out`` (1-D uint8, at least ``max_nbytes``) a view
+        of its start. Raises NonFiniteError naming the index of a value that cannot be coded, and
+        ValueError on a dtype, ``rows`` or ``lengths`` that does not fit.
+        """
+        self.check_dtype(x.dtype)
+        count, n = _layout(x.shape, rows)
+        x2 = x.detach().reshape(count, n)
+        sizes = _sizes(lengths, count, n)
+        total = self._payload_nbytes(count, n, sizes, x.dtype)
+        if out is None:
+            out = torch.empty(total, dtype=torch.uint8, device=x.device)
+        elif out.dtype != torch.uint8 or out.dim() != 1 or out.numel() < total:
+            raise ValueError(
+                f"out must be 1-D uint8 with at least {total} bytes, not "
+                f"{out.dtype} of shape {tuple(out.shape)}"
+            )
+        seeds = _seeds(seed, count, x.device)
+        for index, size, where in self._runs(count, n, sizes, x.dtype):
+            part = x2[index] if size == n else x2[index, :size]
+            width = self.row_nbytes(size, x.dtype)
+            if isinstance(where, slice):
+                rows_out = out[where].view(count, width)
+            else:
+                rows_out = out.new_empty((part.shape[0], width))
+            if not self._encode_rows(part.contiguous(), seeds[index], rows_out):
+                raise self._not_codable(x, x2, sizes)
+            if isinstance(where, Tensor):
+                out[where] = rows_out.flatten()
+        return out[:total]
+
+    def decode(
+        self,
+        payload: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: int | None = None,
+        lengths: Lengths | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Decode ``payload`` into a tensor of ``shape`` and ``dtype`` (into ``out``, if given).
+
+        ``shape``, ``rows`` and ``lengths`` are those of the encoded tensor; ``raw`` also needs its
+        dtype. Raises ValueError if the payload's size or its parameters do not fit.
+        """
+        self.check_dtype(dtype)
+        count, n = _layout(shape, rows)
+        sizes = _sizes(lengths, count, n)
+        total = self._payload_nbytes(count, n, sizes, dtype)
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != total:
+            raise ValueError(
+                f"codec {self}: a tensor of shape {tuple(shape)} takes {total} payload bytes, "
+                f"found {payload.numel()} of {payload.dtype}"
+            )
+        if out is None:
+            out = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
+        elif out.shape != tuple(shape) or out.dtype != dtype:
+            raise ValueError(
+                f"out must be {dtype} of shape {tuple(shape)}, "
+                f"not {out.dtype} of {tuple(out.shape)}"
+            )
+        y = out if out.is_contiguous() else out.new_empty(out.shape)
+        y2 = y.view(count, n)
+        for index, size, where in self._runs(count, n, sizes, dtype):
+            if size == 0:
+                y2[index] = 0
+                continue
+            present = count if isinstance(index, slice) else index.shape[0]
+            found = payload[where].view(present, self.row_nbytes(size, dtype))
+            values = self._decode_rows(found, size, dtype)
+            if values is None:
+                raise ValueError(f"codec {self}: the payload holds an invalid scale or offset")
+            y2[index, :size] = _saturated(values, dtype)
+            if size < n:
+                y2[index, size:] = 0
+        if y is not out:
+            out.copy_(y)
+        return out
+
+    def _payload_nbytes(
+        self, count: int, n: int, sizes: list[int] | None, dtype: torch.dtype
+    ) -> int:
+        if sizes is None:
+            return count * self.row_nbytes(n, dtype)
+        return sum(self.row_nbytes(size, dtype) for size in sizes)
+
+    def _runs(
+        self, count: int, n: int, sizes: list[int] | None, dtype: torch.dtype
+    ) -> Iterator[tuple[slice | Tensor, int, slice | Tensor]]:
+        """(row indices, values a row, payload positions) for each set of rows of one length."""
+        if count == 0:
+            return
+        if sizes is None or min(sizes) == max(sizes):
+            size = n if sizes is None else sizes[0]
+            yield slice(None), size, slice(0, count * self.row_nbytes(size, dtype))
+            return
+        widths = [self.row_nbytes(size, dtype) for size in sizes]
+        starts = [0, *_cumulative(widths)]
+        for size in sorted(set(sizes)):
+            index = [i for i, s in enumerate(sizes) if s == size]
+            width = widths[index[0]]
+            first = torch.tensor([starts[i] for i in index], dtype=torch.int64)
+            where = (first[:, None] + torch.arange(width)).flatten()
+            yield torch.tensor(index, dtype=torch.int64), size, where
+
+    def _not_codable(self, x: Tensor, x2: Tensor, sizes: list[int] | None) -> NonFiniteError:
+        """The error for the first value that is not finite, or that this format cannot hold."""
+        valid = x2 if sizes is None else x2.clone()
+        for row, size in enumerate(sizes or ()):
+            valid[row, size:] = 0
+        bad = torch.nonzero(~torch.isfinite(valid.flatten()))
+        if len(bad):
+            flat = int(bad[0])
+            what = f"{float(valid.flatten()[flat])}"
+        else:
+            flat = int(valid.flatten().abs().to(torch.float64).argmax())
+            what = f"{float(valid.flatten()[flat])}, which {self} cannot hold,"
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
+        return NonFiniteError(f"{what} at index {index} of a tensor of shape {tuple(x.shape)}")
+
+
+def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
+    """(rows, values a row) of a tensor."""
+    numel = math.prod(shape)
+    if rows is None:
+        rows = shape[0] if len(shape) >= 2 else 1
+        return rows, (math.prod(shape[1:]) if len(shape) >= 2 else numel)
+    if rows < 0 or (rows == 0 and numel) or (rows and numel % rows):
+        raise ValueError(f"{numel} values cannot be cut into {rows} equal rows")
+    return rows, (numel // rows if rows else 0)
+
+
+def _sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
+    if lengths is None:
+        return None
+    raw = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    sizes = [int(v) for v in raw]
+    if len(sizes) != count:
+        raise ValueError(f"{len(sizes)} lengths for {count} rows")
+    for row, size in enumerate(sizes):
+        if not 0 <= size <= n:
+            raise ValueError(f"length {size} of row {row} is not within 0 … {n}")
+    return sizes if sizes else None
+
+
+def _seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.shape != (count,):
+            raise ValueError(f"seed must be an int or an int64 tensor of {count} values, one a row")
+        return seed.to(device)
+    wrapped = (int(seed) + 2**63) % 2**64 - 2**63
+    return torch.full((count,), wrapped, dtype=torch.int64, device=device)
+
+
+def _cumulative(widths: list[int]) -> list[int]:
+    total, sums = 0, []
+    for width in widths:
+        total += width
+        sums.append(total)
+    return sums
+
+
+def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` as ``dtype``, clamped to its range: a grid may end just above the greatest value
+    that it holds, and 65504 must not come back as an infinity."""
+    if values.dtype == dtype or dtype.itemsize >= 4:
+        return values.to(dtype)
+    limit = torch.finfo(dtype).max
+    return values.to(torch.float32).clamp(-limit, limit).to(dtype)

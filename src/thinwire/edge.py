@@ -1,0 +1,408 @@
+"""One stage's end of an edge: encode, frame, send, receive, decode, count.
+
+An edge joins stage s and stage s + 1 by two directed links. Each stage holds an ``EdgeEnd`` for
+each neighbour on another endpoint; it sends on one link and receives on the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire import frame
+from thinwire.codecs import codec
+from thinwire.counters import LinkCounters, Timers
+from thinwire.errors import FrameError, LinkError, NonFiniteError, PeerAborted
+from thinwire.frame import Direction, Kind, Place, Section
+from thinwire.network import Handle, Transport, TransportError
+from thinwire.schemes import Receiver, Scheme, Sender, Value, Visit
+
+_RAW = codec("raw")
+#: A frame that says why its sender gave up must fit into every posted receive.
+_MIN_RECEIVE = 4096
+_ABORT_TEXT = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """One tensor that crosses an edge: its shape for one micro-batch at the declared maximum.
+
+    ``batched``: its first dimension is the micro-batch's rows. ``sequence``: its second dimension
+    varies with the length of the sequences.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    batched: bool = True
+    sequence: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """The activation itself, or any float tensor that takes part in the backward pass.
+
+        Masks (possibly holding -inf), tables and integer tensors would wreck a scale: they travel
+        as they are.
+        """
+        floating = self.dtype.is_floating_point
+        return floating and self.batched and (self.index == 0 or self.requires_grad)
+
+    def shape_for(self, rows: int, seq_len: int | None) -> tuple[int, ...]:
+        """The largest shape in a micro-batch of ``rows`` sequences of ``seq_len`` positions."""
+        shape = list(self.shape)
+        if self.batched:
+            shape[0] = rows
+        if self.sequence and seq_len is not None:
+            shape[1] = seq_len
+        return tuple(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What both ends know of one micro-batch: its rows, their samples and valid positions."""
+
+    rows: int
+    keys: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What both ends know of a step before anything is posted."""
+
+    step: int
+    train: bool
+    microbatches: tuple[MicroBatch, ...]
+    seq_len: int | None = None
+    codec: bool = True  # False: evaluation on exact values
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How an error names this end and the other."""
+
+    here: str
+    there: str
+
+
+class _Link:
+    """What the two ends of one directed link have in common."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        peer: int,
+        place: Place,
+        channel: int,
+        scheme: Scheme,
+        boundaries: Sequence[Boundary],
+        timers: Timers,
+        names: Names,
+        device: torch.device,
+    ) -> None:
+        self.transport, self.peer, self.place, self.channel = transport, peer, place, channel
+        self.scheme, self.boundaries = scheme, list(boundaries)
+        self.timers, self.names, self.device = timers, names, device
+        self.plan = StepPlan(0, False, ())
+        self.states: Mapping[int, Sender | Receiver] = {}
+        self.what = "activation" if place.direction == Direction.FORWARD else "gradient"
+
+    def place_of(self, microbatch: int) -> Place:
+        return dataclasses.replace(self.place, step=self.plan.step, microbatch=microbatch)
+
+    def travels(self, boundary: Boundary) -> bool:
+        """Gradients exist only of tensors that ask for one."""
+        return self.place.direction == Direction.FORWARD or boundary.requires_grad
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take the step's plan; in training, the states learn what will be sent."""
+        self.plan = plan
+        if not plan.train:
+            return
+        for boundary in self.boundaries:
+            if boundary.index in self.states:
+                visits = [
+                    self.visit(boundary, k, boundary.shape_for(mb.rows, plan.seq_len))
+                    for k, mb in enumerate(plan.microbatches)
+                ]
+                self.states[boundary.index].begin_step(visits)
+
+    def visit(self, boundary: Boundary, microbatch: int, shape: Sequence[int]) -> Visit:
+        """The codec's view of a coded tensor of this shape."""
+        mb = self.plan.microbatches[microbatch]
+        width = math.prod(shape[1:])
+        lengths, padded = (width,) * mb.rows, False
+        if mb.lengths is not None and boundary.sequence and shape[1] > 0:
+            lengths = tuple(min(n, shape[1]) * (width // shape[1]) for n in mb.lengths)
+            padded = any(n != width for n in lengths)
+        keys = mb.keys if mb.keys is not None else tuple(range(mb.rows))
+        seeds = [_seed(self.plan, self.place, boundary.index, key) for key in keys]
+        return Visit(mb.keys, lengths, torch.tensor(seeds, dtype=torch.int64), padded)
+
+    def active_scheme(self) -> Scheme:
+        """The scheme of this step: its stateless part in evaluation, raw where exact is asked."""
+        if self.plan.train:
+            return self.scheme
+        return self.scheme.stateless() if self.plan.codec else Value(_RAW)
+
+    def error(self, microbatch: int, why: object) -> LinkError:
+        return LinkError(
+            f"{self.names.here}: no {self.what} of micro-batch {microbatch} in step "
+            f"{self.plan.step} from {self.names.there}: {why}"
+        )
+
+
+def _seed(plan: StepPlan, place: Place, tensor: int, key: int) -> int:
+    """64 bits for stochastic rounding of one row: a hash of all that tells it from others."""
+    text = f"{plan.seed}:{plan.step}:{place.edge}:{int(place.direction)}:{tensor}:{key}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+class LinkSender(_Link):
+    """The sending end of one directed link."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.states: dict[int, Sender] = {
+            b.index: self.scheme.sender() for b in self.boundaries if b.coded and self.travels(b)
+        }
+        self.counters = LinkCounters(
+            self.place.edge, self.place.direction.name.lower(), str(self.scheme)
+        )
+        self._unsent: set[int] = set()
+        #: Where the first gradient of this step that was not finite was found.
+        self.flagged = ""
+
+    def begin_step(self, plan: StepPlan) -> None:
+        super().begin_step(plan)
+        self.flagged = ""
+        self._unsent = set(range(len(plan.microbatches)))
+
+    def send(self, microbatch: int, tensors: Sequence[Tensor | None]) -> None:
+        """Encode and send one micro-batch's tensors; returns without waiting for the link."""
+        start = time.perf_counter()
+        sections: list[Section] = []
+        values: list[int] = []
+        for boundary, tensor in zip(self.boundaries, tensors, strict=True):
+            if self.travels(boundary):
+                found = self._encode(boundary, tensor, microbatch)
+                sections += found
+                values += [self._values(s, boundary, microbatch) for s in found]
+        place = self.place_of(microbatch)
+        message, ready = _to_host(sections, lambda: frame.build(place, sections))
+        total = frame.nbytes(sections)
+        self.counters.count(sections, total, values, self.plan.train)
+        self.transport.send(self.peer, self.channel + microbatch, message, ready)
+        self._unsent.discard(microbatch)
+        self.timers.encode_s += time.perf_counter() - start
+
+    def _encode(self, boundary: Boundary, x: Tensor | None, microbatch: int) -> list[Section]:
+        if x is None:
+            found = [Section(Kind.ABSENT)]
+        elif not boundary.coded:
+            found = [Section(Kind.VALUE, "raw", x.dtype, tuple(x.shape), _RAW.encode(x))]
+        else:
+            try:
+                found = self._encode_coded(boundary, x.detach(), microbatch)
+            except NonFiniteError as error:
+                where = (
+                    f"{self.names.here}: {self.what} of micro-batch {microbatch}, boundary tensor "
+                    f"{boundary.index}, step {self.plan.step}: {error}"
+                )
+                if self.place.direction == Direction.FORWARD:
+                    raise NonFiniteError(where) from None
+                self.flagged = self.flagged or where
+                found = [Section(Kind.NONFINITE, "", x.dtype, tuple(x.shape))]
+        for section in found:
+            section.tensor = boundary.index
+        return found
+
+    def _encode_coded(self, boundary: Boundary, x: Tensor, microbatch: int) -> list[Section]:
+        visit = self.visit(boundary, microbatch, x.shape)
+        scheme = self.active_scheme()
+        if isinstance(scheme, Value) and scheme.codec == _RAW and self.plan.train:
+            _check_finite(x)
+        state = self.states[boundary.index] if self.plan.train else scheme.sender()
+        return state.encode(x, microbatch, visit)
+
+    def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
+        """Tensor values that a section carries (padding left out)."""
+        if section.kind == Kind.ABSENT:
+            return 0
+        if not boundary.coded:
+            return math.prod(section.shape)
+        lengths = self.visit(boundary, microbatch, section.shape).lengths
+        return sum(lengths if section.rows is None else [lengths[r] for r in section.rows])
+
+    def abort(self, kind: str, why: str) -> None:
+        """Tell the receiver, on every message that it still expects, that none will come."""
+        text = f"{kind}\n{why}".encode()[:_ABORT_TEXT]
+        for microbatch in sorted(self._unsent):
+            section = Section(Kind.ABORT, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            parts = frame.build(self.place_of(microbatch), [section])
+            self.transport.send(self.peer, self.channel + microbatch, parts)
+        self._unsent.clear()
+
+
+class LinkReceiver(_Link):
+    """The receiving end of one directed link."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.states: dict[int, Receiver] = {
+            b.index: self.scheme.receiver() for b in self.boundaries if b.coded and self.travels(b)
+        }
+        self.window = 1
+        self.deadline = 60.0
+        self._handles: dict[int, Handle] = {}
+        self._next = 0
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """As the sender's; also announces the first ``window`` messages of the step."""
+        super().begin_step(plan)
+        self._handles, self._next = {}, 0
+        self.post(self.window - 1)
+
+    def post(self, until: int) -> None:
+        """Announce the messages up to micro-batch ``until``."""
+        while self._next <= min(until, len(self.plan.microbatches) - 1):
+            size = self._max_bytes(self._next)
+            self._handles[self._next] = self.transport.post_receive(
+                self.peer, self.channel + self._next, size
+            )
+            self._next += 1
+
+    def _max_bytes(self, microbatch: int) -> int:
+        scheme = self.active_scheme()
+        rows = self.plan.microbatches[microbatch].rows
+        total = frame.MIN_BYTES
+        for boundary in self.boundaries:
+            shape = boundary.shape_for(rows, self.plan.seq_len)
+            if not self.travels(boundary):
+                continue
+            # up to four sections a tensor, each with a row mask; versions once a row
+            total += 4 * (frame.MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows
+            # the other end may use a wider dtype than this one
+            raw = math.prod(shape) * max(8, boundary.dtype.itemsize)
+            if boundary.coded:
+                coded = rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
+                raw = raw if scheme == Value(_RAW) else coded
+            total += raw
+        return max(total, _MIN_RECEIVE)
+
+    def receive(self, microbatch: int) -> list[Tensor | None]:
+        """One micro-batch's tensors, in order of the boundary; None for an absent gradient.
+
+        Raises LinkError if they do not arrive in time or do not fit, PeerAborted with the other
+        stage's reason if it gave up.
+        """
+        self.post(microbatch + self.window - 1)
+        start = time.perf_counter()
+        try:
+            data = self.transport.wait(self._handles.pop(microbatch), self.deadline)
+        except TransportError as error:
+            raise self.error(microbatch, error) from error
+        arrived = time.perf_counter()
+        self.timers.wait_s += arrived - start
+        try:
+            _, sections = frame.parse(data, self.place_of(microbatch))
+            if sections and sections[0].kind == Kind.ABORT:
+                raise _aborted(sections[0])
+            tensors = self._decode_all(sections, microbatch)
+        except (FrameError, ValueError) as error:
+            raise self.error(microbatch, error) from error
+        self.timers.decode_s += time.perf_counter() - arrived
+        return tensors
+
+    def _decode_all(self, sections: list[Section], microbatch: int) -> list[Tensor | None]:
+        by_tensor: dict[int, list[Section]] = {}
+        for section in sections:
+            section.payload = section.payload.to(self.device)
+            by_tensor.setdefault(section.tensor, []).append(section)
+        unknown = set(by_tensor) - {b.index for b in self.boundaries if self.travels(b)}
+        if unknown:
+            raise FrameError(f"boundary tensor {min(unknown)} is not expected here")
+        return [
+            self._decode(b, by_tensor.get(b.index, []), microbatch) if self.travels(b) else None
+            for b in self.boundaries
+        ]
+
+    def _decode(
+        self, boundary: Boundary, sections: list[Section], microbatch: int
+    ) -> Tensor | None:
+        if not sections:
+            raise FrameError(f"boundary tensor {boundary.index} is missing")
+        head = sections[0]
+        if head.kind == Kind.ABSENT:
+            return None
+        rows = self.plan.microbatches[microbatch].rows
+        shape, most = head.shape, boundary.shape_for(rows, self.plan.seq_len)
+        if len(shape) != len(most) or any(d > m for d, m in zip(shape, most, strict=True)):
+            raise FrameError(
+                f"boundary tensor {boundary.index} has shape {shape}; at most {most} was declared"
+            )
+        if head.kind == Kind.NONFINITE and self.place.direction == Direction.BACKWARD:
+            return torch.full(shape, math.nan, dtype=boundary.dtype, device=self.device)
+        if not boundary.coded:
+            if len(sections) != 1 or head.codec != "raw" or head.kind != Kind.VALUE:
+                raise FrameError(f"boundary tensor {boundary.index} should travel as it is")
+            return _RAW.decode(head.payload, shape, head.dtype).to(boundary.dtype)
+        visit = self.visit(boundary, microbatch, shape)
+        state = (
+            self.states[boundary.index] if self.plan.train else self.active_scheme().receiver()
+        )
+        return state.decode(sections, microbatch, visit).to(boundary.dtype)
+
+
+class EdgeEnd:
+    """One stage's end of an edge: it sends on one link and receives on the other."""
+
+    def __init__(self, outgoing: LinkSender, incoming: LinkReceiver) -> None:
+        self.outgoing, self.incoming = outgoing, incoming
+        #: The other end, where it lives in this process.
+        self.peer: EdgeEnd | None = None
+
+    def begin_step(self, plan: StepPlan, receives: bool, sends: bool) -> None:
+        """Start a step; gradients neither go nor come in evaluation."""
+        if sends:
+            self.outgoing.begin_step(plan)
+        if receives:
+            self.incoming.begin_step(plan)
+
+
+def _aborted(section: Section) -> PeerAborted:
+    text = bytes(section.payload.numpy()).decode("utf-8", "replace")
+    kind, _, why = text.partition("\n")
+    return PeerAborted(why, kind)
+
+
+def _check_finite(x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
+        flat = int(torch.nonzero(~torch.isfinite(x.flatten()))[0])
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
+        value = float(x.flatten()[flat])
+        raise NonFiniteError(f"{value} at index {index} of a tensor of shape {tuple(x.shape)}")
+
+
+def _to_host(
+    sections: list[Section], build: Callable[[], list[memoryview]]
+) -> tuple[Any, Any]:
+    """(message, ready event): device payloads go through pinned memory without blocking."""
+    if all(s.payload.device.type == "cpu" for s in sections):
+        return build(), None
+    for section in sections:
+        if section.payload.device.type != "cpu":
+            pinned = torch.empty(section.payload.shape, dtype=torch.uint8, pin_memory=True)
+            section.payload = pinned.copy_(section.payload, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return build, event

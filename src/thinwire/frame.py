@@ -1,0 +1,297 @@
+"""The wire format: header, section table, payloads, checksum. ``docs/wire-format.md`` has the layout.
+
+Nothing in a received frame is trusted: every count and length is checked against what is there,
+and the checksum (XXH3, 64 bits) is verified before the section table is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from thinwire.codecs import Codec, codec
+from thinwire.errors import FrameError, SpecError
+
+Buffer = bytes | bytearray | memoryview
+MAGIC = b"TWIR"
+VERSION = 1
+_HEADER = struct.Struct("<4sBBHQIIIQ")
+_SECTION = struct.Struct("<BBBBIQ")
+_CHECKSUM = struct.Struct("<Q")
+MIN_BYTES = _HEADER.size + _CHECKSUM.size
+_MAX_DIMS = 16
+_MAX_NAME = 255
+#: The most that one section adds to a frame besides its payload, row mask and versions.
+MAX_ENTRY_BYTES = _SECTION.size + 1 + _MAX_NAME + 8 * _MAX_DIMS + 8
+_ALL_ROWS = 0xFFFFFFFF
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Direction(enum.IntEnum):
+    """Which way a frame goes over its edge; ``CONTROL`` frames belong to no edge."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    CONTROL = 2
+
+
+class Kind(enum.IntEnum):
+    """What a section holds, and what it does to the receiver's state."""
+
+    VALUE = 0  # a value; touches no state
+    FIRST = 1  # a value that becomes the reference of its rows
+    CHANGE = 2  # a change, to be added to the reference of its rows
+    RESEED = 3  # a value in the change's codec, sent since the change was larger; replaces
+    ABSENT = 4  # no gradient: decodes to zeros
+    NONFINITE = 5  # a gradient with a NaN or an infinity: decodes to NaN, touches no state
+    CONTROL = 6  # text or numbers between steps
+    ABORT = 7  # the sender gave up; the payload is the reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The coordinates of a frame: it is refused anywhere else."""
+
+    run: int = 0
+    step: int = 0
+    microbatch: int = 0
+    edge: int = 0
+    direction: Direction = Direction.FORWARD
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run:x}, step {self.step}, micro-batch {self.microbatch}, "
+            f"edge {self.edge} {self.direction.name.lower()}"
+        )
+
+
+@dataclasses.dataclass
+class Section:
+    """One tensor, or the rows of one tensor that travel in the same way.
+
+    ``shape`` is the whole tensor's; ``rows`` the indices of those present (None: all, as one
+    payload of the whole tensor). ``versions`` and ``keys`` name the state that the rows are coded
+    against: visits before this one, and a digest of the rows' keys.
+    """
+
+    kind: Kind
+    codec: str = ""
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
+    payload: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    rows: list[int] | None = None
+    versions: list[int] | None = None
+    keys: int = 0
+    tensor: int = 0
+
+
+def build(place: Place, sections: Sequence[Section]) -> list[memoryview]:
+    """The frame as buffers to be sent one after the other (payloads are not copied).
+
+    Payloads must be contiguous 1-D uint8 tensors on the CPU.
+    """
+    table = b"".join(_section_entry(s) for s in sections)
+    payloads = [s.payload.numpy().data for s in sections if s.payload.numel()]
+    total = MIN_BYTES + len(table) + sum(p.nbytes for p in payloads)
+    header = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        int(place.direction),
+        len(sections),
+        place.run,
+        place.step,
+        place.microbatch,
+        place.edge,
+        total,
+    )
+    parts = [memoryview(header + table), *payloads]
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    return [*parts, memoryview(_CHECKSUM.pack(checksum.intdigest()))]
+
+
+def nbytes(sections: Sequence[Section]) -> int:
+    """Bytes of the frame that ``build`` would make of these sections."""
+    return MIN_BYTES + sum(len(_section_entry(s)) + s.payload.numel() for s in sections)
+
+
+def _section_entry(section: Section) -> bytes:
+    name = section.codec.encode("ascii")
+    stateful = section.versions is not None
+    entry = _SECTION.pack(
+        section.tensor,
+        int(section.kind) | (0x80 if stateful else 0),
+        _DTYPE_CODES[section.dtype],
+        len(section.shape),
+        _ALL_ROWS if section.rows is None else len(section.rows),
+        section.payload.numel(),
+    )
+    entry += struct.pack("<B", len(name)) + name
+    entry += struct.pack(f"<{len(section.shape)}Q", *section.shape)
+    if section.rows is not None:
+        present = np.zeros(section.shape[0], dtype=np.uint8)
+        present[section.rows] = 1
+        entry += np.packbits(present, bitorder="little").tobytes()
+    if section.versions is not None:
+        entry += struct.pack(f"<Q{len(section.versions)}I", section.keys, *section.versions)
+    return entry
+
+
+def parse(data: Buffer, expect: Place | None = None) -> tuple[Place, list[Section]]:
+    """Read a frame; with ``expect``, one for exactly that place.
+
+    Payload tensors are views of ``data`` where it is writable, else copies. Raises FrameError
+    with the reason if the bytes are short, long, corrupt, of another version or for another place.
+    """
+    view = memoryview(data).cast("B")
+    place, count = _check(view, expect)
+    reader = _TableReader(view, _HEADER.size, len(view) - _CHECKSUM.size)
+    entries = [reader.entry(k) for k in range(count)]
+    sections = []
+    at = reader.at
+    for section, nbytes in entries:
+        end = at + nbytes
+        if end > reader.end:
+            raise FrameError(
+                f"section {len(sections)} claims {nbytes} payload bytes, {reader.end - at} are left"
+            )
+        section.payload = _as_tensor(view[at:end])
+        sections.append(section)
+        at = end
+    if at != reader.end:
+        raise FrameError(f"{reader.end - at} bytes follow the last section")
+    return place, sections
+
+
+def _check(view: memoryview, expect: Place | None) -> tuple[Place, int]:
+    """Verify header, length and checksum; returns the place and the number of sections."""
+    if len(view) < MIN_BYTES:
+        raise FrameError(f"cut short: {len(view)} bytes, a frame has at least {MIN_BYTES}")
+    fields = _HEADER.unpack_from(view)
+    magic, version, direction, count, run, step, microbatch, edge, total = fields
+    if magic != MAGIC:
+        raise FrameError(f"starts with {bytes(magic)!r}, not {MAGIC!r}: no thinwire frame")
+    if version != VERSION:
+        raise FrameError(f"wire format version {version}; this is version {VERSION}")
+    if total != len(view):
+        what = "cut short" if total > len(view) else "too long"
+        raise FrameError(f"{what}: {len(view)} bytes, its header says {total}")
+    (found,) = _CHECKSUM.unpack_from(view, total - _CHECKSUM.size)
+    if found != xxhash.xxh3_64_intdigest(view[: total - _CHECKSUM.size]):
+        raise FrameError("damaged: the checksum does not match")
+    if direction not in list(Direction):
+        raise FrameError(f"unknown direction {direction}")
+    place = Place(run, step, microbatch, edge, Direction(direction))
+    if expect is not None and place != expect:
+        raise FrameError(f"a frame for {place} arrived where one for {expect} was expected")
+    return place, count
+
+
+class _TableReader:
+    """Reads the section table, checking each count against the bytes that are left."""
+
+    def __init__(self, view: memoryview, at: int, end: int) -> None:
+        self.view, self.at, self.end = view, at, end
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes > self.end - self.at:
+            raise FrameError("the section table runs past the end of the frame")
+        part = self.view[self.at : self.at + nbytes]
+        self.at += nbytes
+        return part
+
+    def entry(self, index: int) -> tuple[Section, int]:
+        """(a section without its payload, the payload's bytes)."""
+        tensor, kind, dtype, dims, count, nbytes = _SECTION.unpack(self.take(_SECTION.size))
+        stateful, kind = bool(kind & 0x80), kind & 0x7F
+        if kind not in list(Kind) or dtype >= len(_DTYPES) or dims > _MAX_DIMS:
+            raise FrameError(f"section {index}: unknown kind {kind}, dtype {dtype} or {dims} dims")
+        try:
+            name = bytes(self.take(self.take(1)[0])).decode("ascii")
+        except UnicodeDecodeError:
+            raise FrameError(f"section {index}: the codec's name is not ASCII") from None
+        shape = struct.unpack(f"<{dims}Q", self.take(8 * dims))
+        if math.prod(max(d, 1) for d in shape) >= 1 << 48:
+            raise FrameError(f"section {index}: a tensor of shape {shape} is not plausible")
+        section = Section(Kind(kind), name, _DTYPES[dtype], shape, tensor=tensor)
+        if count != _ALL_ROWS:
+            section.rows = self.rows(index, shape, count)
+        if stateful:
+            length = count if count != _ALL_ROWS else (shape[0] if shape else 0)
+            state = self.take(8 + 4 * length)
+            section.keys = struct.unpack_from("<Q", state)[0]
+            section.versions = list(struct.unpack_from(f"<{length}I", state, 8))
+        return section, nbytes
+
+    def rows(self, index: int, shape: tuple[int, ...], count: int) -> list[int]:
+        if not shape:
+            raise FrameError(f"section {index}: rows of a tensor without dimensions")
+        mask = self.take(-(-shape[0] // 8))
+        present = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        rows = [int(r) for r in np.flatnonzero(present)]
+        if len(rows) != count or (rows and rows[-1] >= shape[0]):
+            raise FrameError(f"section {index}: the row mask does not name {count} of its rows")
+        return rows
+
+
+def _as_tensor(view: memoryview) -> Tensor:
+    if len(view) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+
+
+def pack(x: Tensor, spec: str | Codec) -> bytes:
+    """A self-describing frame of one tensor: shape, dtype, codec and checksum inside.
+
+    ``spec`` names a stateless codec. Raises SpecError, or NonFiniteError from the codec.
+    """
+    coder = codec(spec) if isinstance(spec, str) else spec
+    payload = coder.encode(x).cpu()
+    section = Section(Kind.VALUE, str(coder), x.dtype, tuple(x.shape), payload)
+    return b"".join(build(Place(), [section]))
+
+
+def unpack(frame: Buffer | Tensor) -> Tensor:
+    """The tensor (on the CPU) behind ``pack``'s bytes, or a 1-D uint8 tensor of them.
+
+    Raises FrameError if they are damaged or bound to a place, an edge and its state.
+    """
+    if isinstance(frame, Tensor):
+        if frame.dtype != torch.uint8 or frame.dim() != 1:
+            raise FrameError(f"a frame is 1-D uint8, not {frame.dtype} of {tuple(frame.shape)}")
+        frame = frame.detach().cpu().contiguous().numpy().data
+    _, sections = parse(frame)
+    if len(sections) != 1 or sections[0].kind != Kind.VALUE or sections[0].rows is not None:
+        raise FrameError("bound to an edge and its state: it does not decode alone")
+    (section,) = sections
+    try:
+        coder = codec(section.codec)
+        return coder.decode(section.payload, section.shape, section.dtype)
+    except (SpecError, ValueError) as error:
+        raise FrameError(str(error)) from None

@@ -1,0 +1,17 @@
+"""Transports: bytes between endpoints."""
+
+from thinwire.network.emulate import EmulatedTransport, parse_latency, parse_rate
+from thinwire.network.gloo import GlooTransport
+from thinwire.network.memory import MemoryTransport
+from thinwire.network.transport import Handle, Transport, TransportError
+
+__all__ = [
+    "EmulatedTransport",
+    "GlooTransport",
+    "Handle",
+    "MemoryTransport",
+    "Transport",
+    "TransportError",
+    "parse_latency",
+    "parse_rate",
+]

@@ -1,0 +1,144 @@
+"""An emulated slow link over a fast transport, on one machine.
+
+Every endpoint is a host of its own with one bucket a direction: all that it sends shares its
+upstream rate, all that it receives its downstream rate. A message sent at time t starts when the
+sender's upstream is free, takes size / rate, and arrives ``latency`` later; a receiver that was
+not ready delays the start, as gloo does. No thread sleeps on a link's behalf: the sender stamps
+the message with its place in the upstream queue, and the receiver's ``wait``, which would block
+for a real link just as long, returns at the time of arrival. Stamps are of the monotonic clock,
+which only processes of one machine share.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+import struct
+import time
+
+from thinwire.network.transport import Handle, Parts, Transport, TransportError
+
+_STAMP = struct.Struct("<qq")  # start and end of the transmission, ns
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmgt]?)(?:bit|bps|bit/s|bits/s|b/s)?")
+_TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)(us|ms|s)")
+
+
+def parse_rate(text: str) -> float | None:
+    """A link rate in bit/s from ``100mbit``, ``1 Gbit/s``, ``1e8``; None for ``none``.
+
+    Raises ValueError on anything else, and on a rate that is not positive.
+    """
+    compact = "".join(text.split()).lower()
+    if compact == "none":
+        return None
+    match = _RATE.fullmatch(compact)
+    rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 0 < rate < math.inf:
+        raise ValueError(f"{text!r} is no link rate; write 100mbit, 1gbit, or none")
+    return rate
+
+
+def parse_latency(text: str) -> float:
+    """Seconds from ``5ms``, ``0.03s``, ``200us`` or ``0``. Raises ValueError on anything else."""
+    compact = "".join(text.split()).lower()
+    if compact in ("0", "none"):
+        return 0.0
+    match = _TIME.fullmatch(compact)
+    if not match:
+        raise ValueError(f"{text!r} is no latency; write 5ms, 0.03s, or 0")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
+class EmulatedTransport(Transport):
+    """``inner`` with each host's rate (bit/s, both ways) and a one-way latency (seconds)."""
+
+    def __init__(self, inner: Transport, rate: float, latency: float = 0.0) -> None:
+        super().__init__()
+        if not 0 < rate < math.inf or not 0 <= latency < math.inf:
+            raise ValueError(f"a link of {rate} bit/s and {latency} s cannot be emulated")
+        self.inner = inner
+        self.rate, self.latency = rate, latency
+        self.address, self.size = inner.address, inner.size
+        self.in_process = inner.in_process
+        self.overhead_bytes = inner.overhead_bytes + _STAMP.size
+        self._upstream_free = 0
+        self._upstream_busy = 0
+        self._downstream = _Intervals()
+        self._posted: dict[Handle, int] = {}
+        self._endpoints = {self.address: self}
+
+    def endpoint(self, address: int) -> EmulatedTransport:
+        if address not in self._endpoints:
+            other = EmulatedTransport(self.inner.endpoint(address), self.rate, self.latency)
+            other._endpoints = self._endpoints
+            self._endpoints[address] = other
+        return self._endpoints[address]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time for which this host's upstream has been sending, so far."""
+        return self._upstream_busy * 1e-9
+
+    def post_receive(self, source: int, channel: int, max_bytes: int) -> Handle:
+        handle = self.inner.post_receive(source, channel, max_bytes + _STAMP.size)
+        self._posted[handle] = time.monotonic_ns()
+        return handle
+
+    def wait(self, handle: Handle, timeout: float) -> memoryview:
+        limit = time.monotonic_ns() + int(timeout * 1e9)
+        message = self.inner.wait(handle, timeout)
+        start, end = _STAMP.unpack_from(message)
+        latency = int(self.latency * 1e9)
+        start = max(start, self._posted.pop(handle) + latency) + latency
+        arrival = self._downstream.add(start, self._duration(len(message) - _STAMP.size))
+        if arrival > limit:
+            time.sleep(max(limit - time.monotonic_ns(), 0) * 1e-9)
+            raise TransportError(
+                f"nothing arrived from {handle.source} within {timeout:g} s (emulated link)"
+            )
+        while (left := arrival - time.monotonic_ns()) > 0:
+            time.sleep(left * 1e-9)
+        return message[_STAMP.size :]
+
+    def _duration(self, nbytes: int) -> int:
+        """Nanoseconds on the wire of a message and what the inner transport adds to it."""
+        return int((nbytes + self.inner.overhead_bytes) * 8e9 / self.rate)
+
+    def _send(self, target: int, channel: int, parts: Parts) -> None:
+        took = self._duration(sum(memoryview(p).nbytes for p in parts))
+        start = max(time.monotonic_ns(), self._upstream_free)
+        self._upstream_free = start + took
+        self._upstream_busy += took
+        self.inner.send(target, channel, [_STAMP.pack(start, start + took), *parts])
+
+    def flush(self, timeout: float) -> None:
+        super().flush(timeout)
+        self.inner.flush(timeout)
+
+    def drain(self, timeout: float) -> None:
+        self.inner.drain(timeout)
+
+    def close(self) -> None:
+        super().close()
+        self.inner.close()
+
+
+class _Intervals:
+    """When a host's downstream is taken; messages are told in the order in which they are read."""
+
+    _KEPT = 256
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, int]] = []
+
+    def add(self, start: int, took: int) -> int:
+        """Place ``took`` ns at or after ``start`` where nothing else is; returns its end."""
+        for first, last in self._taken:
+            if first < start + took and last > start:
+                start = last
+        bisect.insort(self._taken, (start, start + took))
+        del self._taken[: -self._KEPT]
+        return start + took

@@ -1,0 +1,26 @@
+"""Pipelines: torch's schedules over stages that are joined by compressed edges."""
+
+from thinwire.pipeline.engine import (
+    SCHEDULES,
+    build_schedule,
+    check_microbatches,
+    stages_of_rank,
+)
+from thinwire.pipeline.loss import TokenLoss
+from thinwire.pipeline.pipeline import EvalResult, Pipeline, StepResult
+from thinwire.pipeline.plan import OFF, Plan
+from thinwire.pipeline.stage import PipelineStage
+
+__all__ = [
+    "OFF",
+    "SCHEDULES",
+    "EvalResult",
+    "Pipeline",
+    "PipelineStage",
+    "Plan",
+    "StepResult",
+    "TokenLoss",
+    "build_schedule",
+    "check_microbatches",
+    "stages_of_rank",
+]

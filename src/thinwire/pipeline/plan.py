@@ -1,0 +1,41 @@
+"""Which scheme each link of a pipeline uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from thinwire.errors import SpecError
+from thinwire.schemes import Scheme, scheme
+
+OFF = "off"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Scheme strings for the forward and backward links of every edge, and exceptions by edge.
+
+    ``off`` in both directions leaves an edge to torch's own operations, without any message of
+    ours. ``edges`` maps an edge (the number of its upper stage) to a (forward, backward) pair.
+    Raises SpecError on a string that cannot be read.
+    """
+
+    forward: str = "delta(int4)"
+    backward: str = "int8"
+    edges: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for pair in [(self.forward, self.backward), *self.edges.values()]:
+            if (pair[0] == OFF) != (pair[1] == OFF):
+                raise SpecError(
+                    f"'off' stands for torch's own operations both ways; found {pair[0]!r} forward "
+                    f"and {pair[1]!r} backward: use raw for an uncompressed direction"
+                )
+            if pair[0] != OFF:
+                for text in pair:
+                    scheme(text)
+
+    def schemes(self, edge: int) -> tuple[Scheme, Scheme] | None:
+        """(forward, backward) schemes of an edge; None where it is off."""
+        forward, backward = self.edges.get(edge, (self.forward, self.backward))
+        return None if forward == OFF else (scheme(forward), scheme(backward))

@@ -1,0 +1,150 @@
+"""The pipeline stage: torch's own, whose neighbours are reached through our edges.
+
+The schedule is made to believe that a neighbour behind an edge lives on this rank: its hooks for
+send and receive operations return none, and inputs and output gradients are set from decoded
+messages just before they are used. Only hooks without a leading underscore are overridden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from thinwire.counters import Timers
+from thinwire.edge import Boundary, EdgeEnd
+from thinwire.pipeline.engine import check_hooks
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A stage of a model, as ``torch.distributed.pipelining.PipelineStage``, always static.
+
+    ``input_args`` and ``output_args`` are example tensors (meta tensors do) of one micro-batch at
+    the declared maximum: its rows first, then, where sequences vary, their longest length. Float
+    tensors through which gradients flow have ``requires_grad=True``. Shorter sequences and smaller
+    micro-batches are fine; longer ones are refused before anything is sent.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str = "cpu",
+        input_args: Tensor | tuple[Tensor, ...] = (),
+        output_args: Tensor | tuple[Tensor, ...] = (),
+        group: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        check_hooks()
+        inputs, outputs = _tuple(input_args), _tuple(output_args)
+        if not inputs or not outputs:
+            raise ValueError(
+                f"stage {stage_index}: input_args and output_args are needed, example tensors of "
+                "one micro-batch at the largest size (torch would otherwise run the module on "
+                "uninitialised memory to learn the shapes)"
+            )
+        super().__init__(
+            submodule,
+            stage_index,
+            num_stages,
+            torch.device(device),
+            input_args=inputs,
+            output_args=outputs,
+            group=group,
+            **kwargs,
+        )
+        self.inputs = _boundaries(inputs)
+        self.outputs = _boundaries(outputs)
+        self.previous: EdgeEnd | None = None
+        self.next: EdgeEnd | None = None
+        self.timers = Timers()
+
+    # What the schedule asks for: no operations of its own where an edge is ours.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if self.previous is None:
+            return super().get_fwd_recv_ops(fwd_chunk_id)
+        self.previous.incoming.post(fwd_chunk_id)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if self.next is None:
+            return super().get_bwd_recv_ops(bwd_chunk_id)
+        if self.has_backward:
+            self.next.incoming.post(bwd_chunk_id)
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if self.next is None:
+            return super().get_fwd_send_ops(fwd_chunk_id)
+        outputs, _ = self.fwd_cache[fwd_chunk_id]
+        self.next.outgoing.send(fwd_chunk_id, outputs)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if self.previous is None:
+            return super().get_bwd_send_ops(bwd_chunk_id)
+        if self.has_backward:
+            self.previous.outgoing.send(bwd_chunk_id, self.get_local_bwd_output(bwd_chunk_id))
+        return []
+
+    # Both neighbours in one process, joined by the memory transport: the schedule hands values
+    # over directly, and they take the way through the edge all the same.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        if self.previous is None or self.previous.peer is None:
+            super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        else:
+            self.previous.peer.outgoing.send(mb_index, _tuple(prev_stage_outputs))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.next is None or self.next.peer is None:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        else:
+            self.next.peer.outgoing.send(mb_index, next_stage_bwd_outputs)
+
+    # Compute, on what has arrived.
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            received = self.previous.incoming.receive(fwd_chunk_id)
+            super().set_local_fwd_input(tuple(received), fwd_chunk_id)
+        start = time.perf_counter()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.timers.compute_s += time.perf_counter() - start
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if self.next is not None and self.has_backward:
+            received = self.next.incoming.receive(bwd_chunk_id)
+            outputs, _ = self.fwd_cache[bwd_chunk_id]
+            # None would leave the gradient of an earlier micro-batch in torch's buffer
+            grads = tuple(
+                torch.zeros_like(output) if grad is None and boundary.requires_grad else grad
+                for boundary, output, grad in zip(self.outputs, outputs, received, strict=True)
+            )
+            super().set_local_bwd_input(grads, bwd_chunk_id)
+        start = time.perf_counter()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.timers.compute_s += time.perf_counter() - start
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.timers.compute_s += time.perf_counter() - start
+
+
+def _tuple(tensors: Any) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def _boundaries(tensors: Sequence[Tensor]) -> list[Boundary]:
+    return [
+        Boundary(index, tuple(t.shape), t.dtype, t.requires_grad)
+        for index, t in enumerate(tensors)
+    ]

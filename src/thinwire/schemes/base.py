@@ -1,0 +1,128 @@
+"""The scheme contract: what of a tensor is handed to a codec, and the state that this needs.
+
+A scheme is a frozen configuration; ``sender()`` and ``receiver()`` make the two ends' states for
+one tensor of one directed link. Both ends call ``begin_step`` with the same visits, then one
+``encode`` or ``decode`` a micro-batch, in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import FrameError
+from thinwire.frame import Kind, Section
+from thinwire.spec import Named
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """What both ends know of a tensor's rows in one micro-batch before it is sent.
+
+    ``keys``: sample ids, one a row, or None where there are none. ``lengths``: values of each row
+    that travel. ``seeds``: int64, one a row, for stochastic rounding.
+    """
+
+    keys: tuple[int, ...] | None
+    lengths: tuple[int, ...]
+    seeds: Tensor
+    padded: bool
+
+    @property
+    def valid(self) -> tuple[int, ...] | None:
+        """``lengths`` for a codec: None where every row is full."""
+        return self.lengths if self.padded else None
+
+
+class Sender(ABC):
+    """One tensor's sending end."""
+
+    def begin_step(self, visits: Sequence[Visit]) -> None:
+        """Called with the visits of all micro-batches of a training step, at both ends alike."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, microbatch: int, visit: Visit) -> list[Section]:
+        """Sections for ``x`` [rows, …]; raises NonFiniteError with all state untouched."""
+
+    def digest(self) -> int:
+        """A hash of the shared state, equal to the receiver's."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict``'s result."""
+
+
+class Receiver(ABC):
+    """One tensor's receiving end."""
+
+    def begin_step(self, visits: Sequence[Visit]) -> None:
+        """Called with the visits of all micro-batches of a training step, at both ends alike."""
+
+    @abstractmethod
+    def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
+        """The tensor behind the sections of one tensor; raises FrameError if they do not fit."""
+
+    def digest(self) -> int:
+        """A hash of the shared state, equal to the sender's."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict``'s result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme(Named):
+    """A frozen configuration that makes senders and receivers."""
+
+    #: Whether rows are told apart by sample id.
+    needs_keys: ClassVar[bool] = False
+
+    @abstractmethod
+    def sender(self) -> Sender:
+        """A fresh sending end."""
+
+    @abstractmethod
+    def receiver(self) -> Receiver:
+        """A fresh receiving end."""
+
+    @abstractmethod
+    def stateless(self) -> Scheme:
+        """What codes frames that must touch no state, as in evaluation."""
+
+    @abstractmethod
+    def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        """The most payload bytes of a row of ``n`` values."""
+
+
+def expect_sections(
+    sections: list[Section], allowed: Sequence[Kind], rows: int, what: str
+) -> tuple[int, ...]:
+    """Check that the sections cover each of ``rows`` rows once; returns their common shape."""
+    if not sections:
+        raise FrameError(f"{what}: the frame has no section for it")
+    shape = sections[0].shape
+    covered: list[int] = []
+    for section in sections:
+        if section.kind not in allowed or section.shape != shape:
+            raise FrameError(
+                f"{what}: a {section.kind.name} section of shape {section.shape} does not fit"
+            )
+        if not shape or shape[0] != rows:
+            raise FrameError(f"{what}: shape {shape}, {rows} rows were expected")
+        covered += range(rows) if section.rows is None else section.rows
+    if sorted(covered) != list(range(rows)):
+        raise FrameError(f"{what}: its sections do not cover each of the {rows} rows once")
+    return shape

@@ -1,0 +1,179 @@
+"""Whether the settings of a run fit each other, asked before any process starts.
+
+Every mistake is a ``ConfigError`` of one line: what was found, where, and what to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from pathlib import Path
+
+from thinwire.spec import nearest
+from thinwire.train.config import (
+    Config,
+    ConfigError,
+    link_latency,
+    link_rate,
+    one_line,
+    settings,
+)
+
+ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
+ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # these work through micro-batches in rounds
+
+
+def resolved(config: Config, world_size: int | None = None) -> Config:
+    """``config`` with nproc and the stage counts filled in, and all of it checked.
+
+    ``world_size`` is what torchrun set, None outside it. Raises ConfigError before any process
+    starts; codec strings are checked by ``check_plan`` since that needs torch.
+    """
+    _check_numbers(config)
+    pipeline, in_memory = config.pipeline, config.link.transport == "memory"
+    nproc = world_size or config.nproc or (1 if in_memory else 2)
+    per_rank = pipeline.stages_per_rank or (2 if pipeline.schedule == "ZBV" else 1)
+    stages = pipeline.stages or (2 if in_memory and per_rank == 1 else nproc * per_rank)
+    if stages % nproc == 0 and pipeline.stages_per_rank is None:
+        per_rank = stages // nproc
+    config = dataclasses.replace(
+        config,
+        nproc=nproc,
+        pipeline=dataclasses.replace(pipeline, stages=stages, stages_per_rank=per_rank),
+    )
+    _check_pipeline(config)
+    link_rate(config.link)
+    link_latency(config.link)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        close = nearest(config.device, ("cpu", "cuda"))
+        raise ConfigError(f"--device: unknown device '{config.device}'{close}")
+    return config
+
+
+_AT_LEAST = {
+    "nproc": 1,
+    "model.layers": 1,
+    "model.dim": 1,
+    "model.heads": 1,
+    "model.context": 1,
+    "train.epochs": 1,
+    "train.steps": 1,
+    "train.batch": 1,
+    "train.log_every": 1,
+    "train.seed": 0,
+    "data.seed": 0,
+    "train.weight_decay": 0,
+    "train.clip": 0,
+    "pipeline.stages": 1,
+    "pipeline.stages_per_rank": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.window": 1,
+}
+_ABOVE_ZERO = ("train.lr", "pipeline.deadline", "pipeline.first_deadline")
+_FRACTIONS = ("data.validation", "train.warmup", "model.dropout")
+
+
+def _check_numbers(config: Config) -> None:
+    for entry in settings():
+        section, _, field = entry.name.rpartition(".")
+        value = getattr(getattr(config, section) if section else config, field)
+        if value is None or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{entry.name} is {value}; write a finite number")
+        least = _AT_LEAST.get(entry.name)
+        if least is not None and value < least:
+            raise ConfigError(f"{entry.name} is {value}; it must be at least {least}")
+        if entry.name in _ABOVE_ZERO and value <= 0:
+            raise ConfigError(f"{entry.name} is {value}; it must be above 0")
+        if entry.name in _FRACTIONS and not 0 <= value < 1:
+            raise ConfigError(f"{entry.name} is {value}; it must be from 0 to below 1")
+    if config.data.validation == 0:
+        raise ConfigError("data.validation is 0; keep some text for validation, as 0.05")
+    model = config.model
+    if model.dim % model.heads:
+        raise ConfigError(
+            f"model.dim {model.dim} is no multiple of model.heads {model.heads}; change either"
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    pipeline, nproc, stages = config.pipeline, config.nproc or 1, config.num_stages
+    name, parts = pipeline.schedule, pipeline.microbatches
+    if config.link.transport == "memory" and nproc != 1:
+        raise ConfigError(
+            f"link.transport memory keeps all stages in one process, but nproc is {nproc}; "
+            "leave --nproc out or use --link.transport gloo"
+        )
+    if stages != nproc * (pipeline.stages_per_rank or 1):
+        raise ConfigError(
+            f"pipeline.stages {stages} on {nproc} processes with "
+            f"{pipeline.stages_per_rank} a process doesn't come out even; "
+            "set --pipeline.stages to a multiple of --nproc"
+        )
+    if stages > config.model.layers:
+        raise ConfigError(
+            f"{stages} stages but model.layers is {config.model.layers}: a stage needs a layer; "
+            "lower --nproc or --pipeline.stages, or raise --model.layers"
+        )
+    if name == "ZBV" and stages != 2 * nproc:
+        raise ConfigError(
+            f"pipeline.schedule ZBV needs two stages a process, {2 * nproc} for {nproc} processes, "
+            f"but pipeline.stages is {stages}"
+        )
+    if name in ONE_STAGE_A_RANK and stages != nproc:
+        raise ConfigError(
+            f"pipeline.schedule {name} runs one stage a process, but {stages} stages are on "
+            f"{nproc}; use --pipeline.schedule Interleaved1F1B"
+        )
+    _check_microbatches(name, parts, stages, nproc, config.train.batch)
+
+
+def _check_microbatches(name: str, parts: int, stages: int, nproc: int, batch: int) -> None:
+    if batch < parts:
+        raise ConfigError(
+            f"train.batch {batch} can't be cut into {parts} micro-batches; "
+            f"raise --train.batch or set --pipeline.microbatches {batch}"
+        )
+    if name != "GPipe" and parts < stages:
+        raise ConfigError(
+            f"{parts} micro-batches for {stages} stages: {name} needs at least as many; "
+            f"raise --pipeline.microbatches to {stages} or use --pipeline.schedule GPipe"
+        )
+    rounds = max(1, parts // nproc)
+    if name in ROUNDS and parts % rounds:
+        even = next(n for n in range(parts, 0, -1) if n % max(1, n // nproc) == 0)
+        raise ConfigError(
+            f"pipeline.schedule {name} on {nproc} processes can't run {parts} micro-batches in "
+            f"equal rounds; set --pipeline.microbatches {even}"
+        )
+
+
+def check_plan(config: Config) -> None:
+    """Check both codec strings, and the device; imports torch."""
+    import torch
+
+    import thinwire as tw
+
+    try:
+        tw.Plan(forward=config.plan.forward, backward=config.plan.backward)
+    except tw.SpecError as error:
+        raise ConfigError(one_line(error)) from None
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {config.device}: this torch ({torch.__version__}) finds no CUDA device; "
+            "use --device cpu"
+        )
+
+
+def check_out(config: Config) -> None:
+    """Refuse a run folder in which something would be overwritten."""
+    if config.out is None:
+        return
+    out = Path(config.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a new folder")
+    if out.is_dir() and any(os.scandir(out)):
+        raise ConfigError(f"--out {out} is not empty; name a new folder, nothing is overwritten")

@@ -1,0 +1,292 @@
+"""The settings of a training run: one frozen dataclass a section, and how they are read.
+
+The order is: the defaults below, then a TOML file, then ``--section.field value``. Every mistake
+is a ``ConfigError`` of one line that says what was found, where, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.network.emulate import parse_latency, parse_rate
+from thinwire.spec import nearest
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
+
+
+class ConfigError(ValueError):
+    """A setting or an input file that the user can correct; the text is one line."""
+
+
+def setting(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field with the line that ``--help`` shows for it."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    kind: str = setting("gpt", "the model family", ("gpt",))
+    layers: int = setting(4, "transformer blocks, over all stages")
+    dim: int = setting(128, "width of the residual stream, hence of what crosses a link")
+    heads: int = setting(4, "attention heads; dim is a multiple of it")
+    context: int = setting(128, "tokens in a sample")
+    tied: bool = setting(False, "share the token embedding with the output head")
+    dropout: float = setting(0.0, "dropout probability after attention and MLP")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str | None = setting(
+        None, "a UTF-8 text file or a folder of them; none: the Python language reference"
+    )
+    validation: float = setting(0.05, "fraction of the text kept for validation")
+    seed: int = setting(0, "chooses which topics or files are kept for validation")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int = setting(3, "passes over the training text")
+    steps: int | None = setting(None, "optimizer steps; replaces epochs")
+    quick: bool = setting(False, "train on 256 samples only, validate on 64")
+    batch: int = setting(16, "samples in a step")
+    lr: float = setting(3e-3, "peak learning rate of AdamW")
+    warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
+    weight_decay: float = setting(0.1, "AdamW weight decay, on matrices only")
+    clip: float = setting(1.0, "largest gradient norm over all stages; 0: no clipping")
+    seed: int = setting(0, "of the weights, the order of the samples and dropout")
+    log_every: int = setting(10, "steps between two progress lines")
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    rate: str = setting("100mbit", "emulated bit rate per direction and host; none: the bare link")
+    latency: str = setting("5ms", "emulated one-way latency, if the rate is emulated")
+    transport: str = setting(
+        "gloo", "what carries the bytes; memory: all stages in one process", ("gloo", "memory")
+    )
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    forward: str = setting("delta(int4)", "codec or scheme of the activations")
+    backward: str = setting("int8", "codec or scheme of the gradients")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    schedule: str = setting("Interleaved1F1B", "the order of the micro-batches", SCHEDULES)
+    stages: int | None = setting(None, "stages of the model; none: nproc × stages_per_rank")
+    stages_per_rank: int | None = setting(None, "stages in a process; none: 1, with ZBV 2")
+    microbatches: int = setting(8, "parts into which a batch is cut")
+    window: int = setting(8, "receives posted ahead on each link")
+    deadline: float = setting(60.0, "seconds without a message after which a link is given up")
+    first_deadline: float = setting(300.0, "the same for the first step")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings; ``resolved`` fills in those that depend on others."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    link: LinkConfig = LinkConfig()
+    plan: PlanConfig = PlanConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    nproc: int | None = setting(None, "processes started on this machine; none: 2, in memory 1")
+    device: str = setting("cpu", "where a stage computes: cpu, cuda or cuda:N")
+    out: str | None = setting(None, "the run folder; none: a new one under runs/")
+    compare: bool = setting(False, "run uncompressed fp32 and bf16 as well, and compare")
+    json: bool = setting(False, "print the summary as one JSON document on stdout")
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of a resolved configuration."""
+        assert self.pipeline.stages is not None, "the configuration is not resolved"
+        return self.pipeline.stages
+
+
+ALIASES = {
+    "steps": "train.steps",
+    "quick": "train.quick",
+    "forward": "plan.forward",
+    "backward": "plan.backward",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field as the command line sees it: its dotted name, type, default and help."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None
+
+    @property
+    def alternatives(self) -> tuple[Any, ...]:
+        """The types that a value may have, ``None`` left out."""
+        kinds = typing.get_args(self.kind) if isinstance(self.kind, types.UnionType) else ()
+        return tuple(k for k in kinds or (self.kind,) if k is not types.NoneType)
+
+    @property
+    def optional(self) -> bool:
+        return types.NoneType in typing.get_args(self.kind)
+
+
+def settings() -> Iterator[Setting]:
+    """Every setting, the top-level ones first, then section by section."""
+    sections: list[tuple[str, Any]] = [("", Config)]
+    hints = typing.get_type_hints(Config)
+    sections += [(n + ".", k) for n, k in hints.items() if dataclasses.is_dataclass(k)]
+    for prefix, section in sections:
+        kinds = typing.get_type_hints(section)
+        for field in dataclasses.fields(section):
+            if "help" in field.metadata:
+                yield Setting(
+                    prefix + field.name,
+                    kinds[field.name],
+                    field.default,
+                    field.metadata["help"],
+                    field.metadata["choices"],
+                )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file under their dotted names."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no TOML file: it is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no valid TOML: {one_line(error)}") from None
+    known = {s.name: s for s in settings()}
+    sections = {name.split(".")[0] for name in known if "." in name}
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        if not isinstance(value, dict):
+            values[key] = value
+        elif key in sections:
+            values.update({f"{key}.{inner}": v for inner, v in value.items()})
+        else:
+            raise ConfigError(f"{path}: unknown section [{key}]{nearest(key, sections)}")
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{path}: unknown setting '{name}'{nearest(name, known)}")
+    return {name: _from_toml(known[name], v, path) for name, v in values.items()}
+
+
+def _from_toml(setting: Setting, value: Any, path: Path) -> Any:
+    kinds = setting.alternatives
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) in kinds:
+        return _chosen(setting, value, f"{path}: {setting.name}")
+    raise ConfigError(f"{path}: {setting.name} = {value!r} is not {_described(setting)}")
+
+
+def from_text(setting: Setting, text: str) -> Any:
+    """The value of a command-line option, or ConfigError naming the option."""
+    if setting.optional and text.lower() == "none":
+        return None
+    for kind in setting.alternatives:
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        if kind is str:
+            return _chosen(setting, text, f"--{setting.name}")
+    raise ConfigError(f"--{setting.name}: '{text}' is not {_described(setting)}")
+
+
+def _chosen(setting: Setting, value: Any, where: str) -> Any:
+    if setting.choices is None or value in setting.choices:
+        return value
+    by_lower = {choice.lower(): choice for choice in setting.choices}
+    if value.lower() in by_lower:
+        return by_lower[value.lower()]
+    close = nearest(value, by_lower)
+    meant = next((c for lower, c in by_lower.items() if f"'{lower}'" in close), None)
+    close = f"; did you mean '{meant}'?" if meant else f"; known: {', '.join(setting.choices)}"
+    raise ConfigError(f"{where}: unknown value '{value}'{close}")
+
+
+def _described(setting: Setting) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    shown = [words[kind] for kind in setting.alternatives]
+    return " or ".join([*shown, "none"] if setting.optional else shown)
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """The configuration with the given dotted settings replaced."""
+    top: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, field = name.rpartition(".")
+        if dot:
+            top[section] = dataclasses.replace(
+                top.get(section, getattr(Config(), section)), **{field: value}
+            )
+        else:
+            top[name] = value
+    return Config(**top)
+
+
+def to_toml(config: Config) -> str:
+    """The settings as TOML that ``thinwire train`` reads back; those that are none left out.
+
+    ``out`` is left out too, since the folder it names is full once the run is over.
+    """
+    lines, section = [], ""
+    for entry in settings():
+        if entry.name == "out":
+            continue
+        prefix, _, field = entry.name.rpartition(".")
+        value = getattr(getattr(config, prefix) if prefix else config, field)
+        if prefix != section:
+            section = prefix
+            lines.append(f"\n[{section}]")
+        if value is not None:
+            lines.append(f"{field} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):  # JSON escapes are TOML escapes, DEL aside
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def link_rate(link: LinkConfig) -> float | None:
+    """The emulated rate in bit/s, None for the bare link; raises ConfigError."""
+    try:
+        return parse_rate(link.rate)
+    except ValueError as error:
+        raise ConfigError(f"link.rate: {one_line(error)}") from None
+
+
+def link_latency(link: LinkConfig) -> float:
+    """The emulated one-way latency in seconds, 0 on the bare link; raises ConfigError."""
+    try:
+        latency = parse_latency(link.latency)
+    except ValueError as error:
+        raise ConfigError(f"link.latency: {one_line(error)}") from None
+    return 0.0 if link_rate(link) is None else latency
+
+
+def one_line(error: Exception) -> str:
+    """The text of an exception on one line."""
+    return " ".join(str(error).split())

@@ -1,0 +1,156 @@
+"""What rank 0 keeps of a run while it trains: times, metrics and the live line."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import thinwire as tw
+from thinwire.train.metrics import MetricsWriter
+from thinwire.train.report import LiveLine, progress_line
+
+
+@dataclass
+class Clock:
+    """Seconds that this rank spent in training steps, by what it did; evaluation left out."""
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    codec_s: float = 0.0
+    wait_s: float = 0.0
+    link_s: float = 0.0
+    steps_ms: list[float] = field(default_factory=list)
+
+    def add(self, step_s: float, link_s: float, timers: dict[str, float]) -> None:
+        """Count a step; ``timers`` are the pipeline's, with the ``optimizer_s`` beside them."""
+        self.step_s += step_s
+        self.compute_s += timers["compute_s"] + timers["optimizer_s"]
+        self.codec_s += timers["encode_s"] + timers["decode_s"]
+        self.wait_s += timers["wait_s"]
+        self.link_s += link_s
+        self.steps_ms.append(1e3 * step_s)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.steps_ms)
+
+    def of_all_ranks(self) -> list[dict[str, float]]:
+        """The sums of every rank, gathered over the default process group."""
+        names = ["step_s", "compute_s", "codec_s", "wait_s", "link_s"]
+        own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
+        every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        return [dict(zip(names, row.tolist(), strict=True)) for row in every]
+
+
+def split_reports(pipeline: tw.Pipeline) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The counters of the links, and those of control messages; gathered, so all ranks call it."""
+    reports = pipeline.link_reports()
+    return [r for r in reports if r["edge"] >= 0], [r for r in reports if r["edge"] < 0]
+
+
+class Journal:
+    """Notes each step: a line in ``metrics.jsonl``, the live line, the clock.
+
+    Every rank keeps one, since gathering counters takes them all; only rank 0 writes and shows.
+    """
+
+    def __init__(
+        self,
+        pipeline: tw.Pipeline,
+        busy_s: Callable[[], float] | None,
+        folder: Path | None,
+        screen: Console,
+        steps: int,
+        epochs: int,
+    ) -> None:
+        self.clock = Clock()
+        self.tokens = 0
+        self._pipeline, self._busy_s = pipeline, busy_s
+        self._writer = None if folder is None else MetricsWriter(folder)
+        self._live = LiveLine(screen)
+        self._screen = screen
+        self._steps, self._epochs = steps, epochs
+        self._links: list[dict[str, Any]] = []
+        self._logged = (0, 0.0)  # tokens and step seconds at the last log
+
+    def __enter__(self) -> Journal:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+        if self._writer is not None:
+            self._writer.close()
+
+    def begin_step(self) -> None:
+        self._link_s = self._busy_s() if self._busy_s else 0.0
+        self._began = time.perf_counter()
+
+    def begin_optimizer(self) -> None:
+        self._stepped = time.perf_counter()
+
+    def end_step(
+        self, step: int, epoch: int, lr: float, result: tw.StepResult, logged: bool
+    ) -> None:
+        """Note step number ``step``; ``logged`` also reads the links' counters, on every rank."""
+        ended = time.perf_counter()
+        step_s = ended - self._began
+        timers = self._pipeline.take_timers() | {"optimizer_s": ended - self._stepped}
+        link_s = self._busy_s() - self._link_s if self._busy_s else 0.0
+        self.clock.add(step_s, link_s, timers)
+        self.tokens += result.tokens
+        if logged:
+            self._links, _ = split_reports(self._pipeline)
+        self._show(step, epoch, result, logged)
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": result.tokens,
+            "tokens_per_s": result.tokens / step_s,
+            "step_ms": 1e3 * step_s,
+            "timers_ms": {name.removesuffix("_s"): 1e3 * s for name, s in timers.items()},
+        }
+        if logged:
+            kept = ("edge", "direction", "messages", "payload_bytes", "header_bytes")
+            record["links"] = [{name: link[name] for name in kept} for link in self._links]
+            self._logged = (self.tokens, self.clock.step_s)
+        self._write(record)
+
+    def end_epoch(self, step: int, epoch: int, val_loss_codec: float) -> None:
+        """Note the validation loss, codec on, with which an epoch ended."""
+        self._screen.print(f"epoch {epoch}: validation loss {val_loss_codec:.4f} with the codec on")
+        self._write({"step": step, "epoch": epoch, "val_loss_codec": val_loss_codec})
+
+    def _show(self, step: int, epoch: int, result: tw.StepResult, logged: bool) -> None:
+        tokens, seconds = self._logged
+        line = progress_line(
+            epoch=f"{epoch}/{self._epochs}",
+            step=f"{step}/{self._steps}",
+            loss=result.loss,
+            tokens_per_s=(self.tokens - tokens) / (self.clock.step_s - seconds),
+            links=self._links,
+            busy=self.clock.link_s / self.clock.step_s if self._busy_s else None,
+        )
+        self._live.show(line, logged)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.write(record)

@@ -1,0 +1,75 @@
+"""The files of a run folder: ``config.toml``, ``metrics.jsonl`` and ``summary.json``."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from thinwire.train.config import Config, ConfigError, to_toml
+
+
+def create_folder(config: Config) -> Path:
+    """Make the run folder; without ``--out`` a new one under ``runs/``, named by time and plan."""
+    if config.out is not None:
+        folder = Path(config.out)
+        _make(folder)
+        return folder
+    plan = re.sub(r"[^a-z0-9]+", "-", f"{config.plan.forward} {config.plan.backward}").strip("-")
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"{now}-{plan[:40]}"
+    folder = Path("runs") / name
+    attempt = 1
+    while folder.exists():
+        attempt += 1
+        folder = Path("runs") / f"{name}-{attempt}"
+    _make(folder)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"can't make the run folder {folder}: {error.strerror}") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that others see whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write ``document`` as indented JSON, atomically; NaN and infinities are refused."""
+    write_atomically(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write the resolved settings; ``thinwire train folder/config.toml`` repeats the run."""
+    write_atomically(folder / "config.toml", to_toml(config))
+
+
+class MetricsWriter:
+    """Appends one JSON object a line to ``metrics.jsonl``; each line is complete on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

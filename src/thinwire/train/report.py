@@ -1,0 +1,232 @@
+"""What a run shows: the line while it trains, the table of its links, and the comparison."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text as Line
+
+from thinwire.train.config import Config
+from thinwire.train.data import Text
+from thinwire.train.model import parameter_count
+
+_PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns
+_REFRESH_S = 0.2
+
+
+def console(to_stderr: bool, quiet: bool = False) -> Console:
+    """Where a run talks to: stdout, stderr with ``--json``, nowhere on ranks other than 0."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    width = None if stream.isatty() else _PLAIN_WIDTH
+    return Console(file=stream, width=width, quiet=quiet, highlight=False)
+
+
+class LiveLine:
+    """One line that is rewritten on a terminal; elsewhere a plain line for each log interval."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
+        self._shown = 0.0
+
+    def __enter__(self) -> LiveLine:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, line: str, logged: bool) -> None:
+        """Show the line; ``logged`` marks the end of a log interval."""
+        if self._live is None:
+            if logged:
+                self._screen.print(line, soft_wrap=True, markup=False)
+        elif logged or time.perf_counter() - self._shown >= _REFRESH_S:
+            self._shown = time.perf_counter()
+            self._live.update(Line(line, overflow="ellipsis", no_wrap=True), refresh=True)
+
+
+def progress_line(
+    *,
+    epoch: str,
+    step: str,
+    loss: float,
+    tokens_per_s: float,
+    links: list[dict[str, Any]],
+    busy: float | None,
+) -> str:
+    """The text of the live line.
+
+    ``epoch`` and ``step`` read ``"3/10"``; ``busy`` is the link's busy share of the time, 0 to 1.
+    """
+    sent = sent_bytes(links)
+    raw = sum(link["raw_bytes"] for link in links)
+    ratio = f"{raw / sent:.1f}x less than fp32" if sent else "nothing crossed a link"
+    return (
+        f"epoch {epoch}  step {step}  loss {loss:.4f}  "
+        f"{tokens_per_s:,.0f} tokens/s  {sent / 1e6:.1f} MB sent  {ratio}  "
+        f"link {'–' if busy is None else f'{100 * busy:.0f} %'} busy"
+    )
+
+
+def sent_bytes(links: list[dict[str, Any]]) -> int:
+    """Payload and header bytes over all links."""
+    return sum(link["payload_bytes"] + link["header_bytes"] for link in links)
+
+
+def opening(
+    config: Config, text: Text, training_samples: int, validation_samples: int, steps: int
+) -> str:
+    """The lines with which a run begins: what is trained, on what text, over which links."""
+    pipeline, link = config.pipeline, config.link
+    left_out = training_samples % config.train.batch
+    emulated = "not emulated" if link.rate == "none" else f"{link.rate}, {link.latency}, emulated"
+    shown = (
+        f"model: {parameter_count(config.model):,} parameters in {pipeline.stages} stages on "
+        f"{config.nproc} processes; {pipeline.schedule}, {pipeline.microbatches} micro-batches\n"
+        f"text: {text.source}, {training_samples:,} samples to train and {validation_samples:,} "
+        f"to validate, sha256 {text.sha256[:12]}\n"
+        f"links: {link.transport}, {emulated}; forward {config.plan.forward}, "
+        f"backward {config.plan.backward}\n"
+        f"training: {steps:,} steps of {config.train.batch} samples on {config.device}"
+    )
+    if text.skipped:
+        shown += f"\nnote: {text.skipped} files in {text.source} are not UTF-8 text; skipped"
+    if 0 < left_out < pipeline.microbatches:
+        shown += (
+            f"\nnote: {left_out} samples, too few for {pipeline.microbatches} micro-batches, are "
+            "left out of each epoch, others each time"
+        )
+    return shown
+
+
+def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
+    """What a run shows at its end: links, validation losses, and what bounded it."""
+    screen.print()
+    if summary["links"]:
+        screen.print(link_table(summary["links"]))
+    screen.print(
+        f"validation loss {summary['val_loss']:.4f} with the codec off, "
+        f"{summary['val_loss_codec']:.4f} with it on",
+        soft_wrap=True,
+    )
+    screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
+    screen.print(f"run folder: {folder}", soft_wrap=True, markup=False)
+
+
+def link_table(links: list[dict[str, Any]]) -> Table:
+    """A row for each link, below it one for each kind of its traffic if there are several."""
+    table = Table(title="What crossed the links", title_justify="left")
+    table.add_column("link")
+    table.add_column("codec")
+    table.add_column("kind")
+    for heading in (
+        "messages",
+        "payload MB",
+        "header MB",
+        "bits/value",
+        "steady",
+        "x fp32",
+        "x bf16",
+    ):
+        table.add_column(heading, justify="right")
+    for link in links:
+        sent = link["payload_bytes"] + link["header_bytes"]
+        ratio = link["raw_bytes"] / sent if sent else 0.0
+        steady = link["steady_bits_per_value"]
+        first, second = link["edge"], link["edge"] + 1
+        if link["direction"] == "backward":
+            first, second = second, first
+        table.add_row(
+            f"{link['direction']} {first}→{second}",
+            link["codec"],
+            "all",
+            f"{link['messages']:,}",
+            f"{link['payload_bytes'] / 1e6:.2f}",
+            f"{link['header_bytes'] / 1e6:.3f}",
+            f"{link['bits_per_value']:.2f}",
+            "–" if steady is None else f"{steady:.2f}",
+            f"{ratio:.2f}",
+            f"{ratio / 2:.2f}",
+        )
+        for kind, part in link["kinds"].items():
+            bits = 8 * part["payload_bytes"] / part["values"] if part["values"] else 0.0
+            row = [f"{part['messages']:,}", f"{part['payload_bytes'] / 1e6:.2f}", ""]
+            ratios = [f"{32 / bits:.2f}", f"{16 / bits:.2f}"] if bits else ["", ""]
+            table.add_row("", "", kind, *row, f"{bits:.2f}", "", *ratios, style="dim")
+    return table
+
+
+def comparison(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Speed and loss of the run ``compressed`` against ``fp32`` and ``bf16``, from summaries."""
+    ours = runs["compressed"]
+    return {
+        f"against_{name}": {
+            "speedup_step": other["step_ms_median"] / ours["step_ms_median"],
+            "speedup_run": other["train_s"] / ours["train_s"],
+            "traffic_ratio": (
+                sent_bytes(other["links"]) / sent_bytes(ours["links"]) if ours["links"] else None
+            ),
+            "val_loss_difference": ours["val_loss"] - other["val_loss"],
+            "val_loss_codec_difference": ours["val_loss_codec"] - other["val_loss_codec"],
+        }
+        for name, other in runs.items()
+        if name != "compressed"
+    }
+
+
+def comparison_sentence(compared: dict[str, Any]) -> str:
+    """The comparison in words."""
+    parts = [
+        f"{against['speedup_run']:.2f}x as fast as {name.removeprefix('against_')} "
+        f"({against['speedup_step']:.2f}x by the median step), "
+        f"validation loss {against['val_loss_difference']:+.4f}"
+        for name, against in compared.items()
+    ]
+    return f"The compressed run is {'; '.join(parts)}."
+
+
+def comparison_table(runs: dict[str, dict[str, Any]]) -> Table:
+    """One row a run, with its speed-up and loss difference to uncompressed fp32."""
+    table = Table(title="Compared on the same schedule and link", title_justify="left")
+    table.add_column("run")
+    for heading in (
+        "val loss",
+        "with codec",
+        "step ms",
+        "run s",
+        "MB sent",
+        "speed-up step",
+        "speed-up run",
+        "loss - fp32",
+    ):
+        table.add_column(heading, justify="right")
+    fp32 = runs["fp32"]
+    for name, run in runs.items():
+        plan = run["config"]["plan"]
+        table.add_row(
+            f"{name} ({plan['forward']} / {plan['backward']})",
+            f"{run['val_loss']:.4f}",
+            f"{run['val_loss_codec']:.4f}",
+            f"{run['step_ms_median']:.1f}",
+            f"{run['train_s']:.1f}",
+            f"{sent_bytes(run['links']) / 1e6:.1f}",
+            f"{fp32['step_ms_median'] / run['step_ms_median']:.2f}x",
+            f"{fp32['train_s'] / run['train_s']:.2f}x",
+            f"{run['val_loss'] - fp32['val_loss']:+.4f}",
+        )
+    return table

@@ -1,0 +1,64 @@
+"""``summary.json``: what a run was, what it reached, what it sent and what bounded it."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from typing import Any
+
+import torch
+
+import thinwire as tw
+from thinwire.train.bound import bound_sentence, next_flag, step_costs
+from thinwire.train.config import Config
+from thinwire.train.data import Text
+from thinwire.train.journal import Journal, split_reports
+from thinwire.train.model import parameter_count
+
+
+def summarise(
+    config: Config,
+    text: Text,
+    pipeline: tw.Pipeline,
+    journal: Journal,
+    losses: dict[str, float],
+    steps: int,
+    epochs: int,
+) -> dict[str, Any]:
+    """The summary of a run that has ended; gathers counters, so all ranks call it."""
+    links, control = split_reports(pipeline)
+    per_rank = journal.clock.of_all_ranks()
+    hops = len({link["edge"] for link in links})
+    costs = step_costs(per_rank, steps, hops, config)
+    train_s = per_rank[0]["step_s"]
+    return {
+        **losses,
+        "tokens_per_s": journal.tokens / train_s,
+        "step_ms_median": journal.clock.median_ms,
+        "train_s": train_s,
+        "steps": steps,
+        "epochs": epochs,
+        "tokens": journal.tokens,
+        "links": links,
+        "control": control,
+        "bound": {
+            **dataclasses.asdict(costs),
+            "by": costs.largest,
+            "next": next_flag(costs, links, config),
+            "sentence": bound_sentence(costs, links, config),
+        },
+        "data": {
+            "source": text.source,
+            "sha256": text.sha256,
+            "train_bytes": len(text.train),
+            "validation_bytes": len(text.validation),
+        },
+        "parameters": parameter_count(config.model),
+        "seed": config.train.seed,
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "thinwire": tw.__version__,
+        },
+        "config": dataclasses.asdict(config),
+    }

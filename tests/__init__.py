@@ -1,0 +1,1 @@
+"""The tests; laid out like src/, with what starts real processes under distributed/."""

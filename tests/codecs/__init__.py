@@ -1,0 +1,1 @@
+"""Tests of the codecs, as a user calls them."""

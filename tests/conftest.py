@@ -1,0 +1,23 @@
+"""Fixtures for all tests: the devices, and the worker processes of a session."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that the code should work on."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: torch.cuda.is_available() is false")
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes for distributed tests; none is started before the first run."""
+    with Pool() as workers:
+        yield workers

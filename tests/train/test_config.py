@@ -1,0 +1,216 @@
+"""Settings: how files and options become a configuration, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import read_arguments
+from thinwire.train import check, config
+from thinwire.train.config import Config, ConfigError
+
+
+def test_no_arguments_give_the_documented_defaults() -> None:
+    resolved = check.resolved(read_arguments([]))
+    assert (resolved.nproc, resolved.num_stages, resolved.pipeline.microbatches) == (2, 2, 8)
+    assert (resolved.plan.forward, resolved.plan.backward) == ("delta(int4)", "int8")
+    assert (resolved.link.rate, resolved.link.transport) == ("100mbit", "gloo")
+
+
+def test_options_override_the_file_and_the_file_overrides_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('nproc = 4\n[train]\nlr = 1\nsteps = 7\n[plan]\nforward = "int8"\n')
+    read = read_arguments([str(file), "--train.steps", "9"])
+    assert (read.nproc, read.train.lr, read.train.steps) == (4, 1.0, 9)
+    assert (read.plan.forward, read.plan.backward) == ("int8", "int8")
+
+
+def test_short_options_name_the_same_settings() -> None:
+    short = read_arguments(["--steps", "3", "--quick", "--forward", "bf16", "--backward=raw"])
+    long = read_arguments(
+        ["--train.steps=3", "--train.quick=true", "--plan.forward=bf16", "--plan.backward=raw"]
+    )
+    assert short == long
+
+
+def test_a_config_file_may_follow_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\n")
+    read = read_arguments(["--quick", str(file)])
+    assert read.train.quick
+    assert read.train.steps == 7
+
+
+def test_a_flag_can_be_switched_off_again(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("compare = true\n")
+    assert not read_arguments([str(file), "--compare", "false"]).compare
+
+
+def test_none_unsets_an_optional_setting(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\n")
+    assert read_arguments([str(file), "--steps", "none"]).train.steps is None
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    given = check.resolved(
+        dataclasses.replace(
+            Config(),
+            data=config.DataConfig(path='odd "name" \\ \x7f \u00e9 \U0001f600\n', validation=1e-05),
+            train=config.TrainConfig(quick=True, steps=None),
+        )
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml(given), encoding="utf-8")
+    assert read_arguments([str(file)]) == given
+
+
+def test_the_written_file_leaves_out_the_run_folder() -> None:
+    written = tomllib.loads(config.to_toml(dataclasses.replace(Config(), out="runs/one")))
+    assert "out" not in written
+
+
+def test_every_setting_has_a_help_line() -> None:
+    assert all(entry.help for entry in config.settings())
+
+
+BAD_OPTIONS = [
+    (["--modle.dim", "3"], "unknown section 'modle' in --modle.dim; did you mean 'model'?"),
+    (["--model.dimm", "3"], "unknown field 'dimm' in --model.dimm; did you mean 'dim'?"),
+    (["--dim", "3"], "unknown option --dim; did you mean '--model.dim'?"),
+    (["--stepps", "3"], "unknown option --stepps; did you mean 'steps'?"),
+    (["--model.dim", "x"], "--model.dim: 'x' is not a whole number"),
+    (["--model.dim", "none"], "--model.dim: 'none' is not a whole number"),
+    (["--steps", "x"], "--train.steps: 'x' is not a whole number or none"),
+    (["--train.lr", "fast"], "--train.lr: 'fast' is not a number"),
+    (["--compare=maybe"], "--compare: 'maybe' is not true or false"),
+    (
+        ["--pipeline.schedule", "interleaved1f1"],
+        "unknown value 'interleaved1f1'; did you mean 'Interleaved1F1B'?",
+    ),
+    (["a.toml", "b.toml"], "unexpected argument 'b.toml'"),
+    (["--train.lr"], "expected one argument"),
+    (["missing.toml"], "can't read the config file missing.toml: No such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_OPTIONS)
+def test_a_bad_option_is_one_line_that_names_it(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+BAD_FILES = [
+    ("[modell]\ndim = 1\n", "unknown section [modell]; did you mean 'model'?"),
+    ("[model]\ndims = 1\n", "unknown setting 'model.dims'; did you mean 'model.dim'?"),
+    ("npro = 1\n", "unknown setting 'npro'; did you mean 'nproc'?"),
+    ('[model]\ndim = "wide"\n', "model.dim = 'wide' is not a whole number"),
+    ("[model]\ndim = true\n", "model.dim = True is not a whole number"),
+    ('[link]\ntransport = "glo"\n', "unknown value 'glo'; did you mean 'gloo'?"),
+    ("model = 3\n", "unknown setting 'model'"),
+    ("[model\n", "is no valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_arguments([str(file)])
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        read_arguments([str(file)])
+
+
+BAD_COMBINATIONS = [
+    (["--nproc", "8"], "8 stages but model.layers is 4"),
+    (["--nproc", "0"], "nproc is 0; it must be at least 1"),
+    (["--link.rate", "fast"], "link.rate: 'fast'"),
+    (["--link.rate=-3mbit"], "link.rate: '-3mbit'"),
+    (["--link.latency", "soon"], "link.latency: 'soon'"),
+    (["--model.dim", "130"], "model.dim 130 is no multiple of model.heads 4"),
+    (["--train.batch", "4"], "train.batch 4 can't be cut into 8 micro-batches"),
+    (["--nproc", "4", "--pipeline.microbatches", "2"], "2 micro-batches for 4 stages"),
+    (["--pipeline.microbatches", "7"], "can't run 7 micro-batches in equal rounds"),
+    (["--pipeline.schedule", "1F1B", "--pipeline.stages", "4"], "1F1B runs one stage a process"),
+    (["--pipeline.schedule", "ZBV", "--pipeline.stages", "2"], "ZBV needs two stages a process"),
+    (["--pipeline.stages", "3"], "pipeline.stages 3 on 2 processes"),
+    (["--link.transport", "memory", "--nproc", "2"], "keeps all stages in one process"),
+    (["--device", "cdua"], "unknown device 'cdua'; did you mean 'cuda'?"),
+    (["--train.lr", "0"], "train.lr is 0.0; it must be above 0"),
+    (["--train.lr", "nan"], "train.lr is nan; write a finite number"),
+    (["--data.validation", "1.5"], "data.validation is 1.5; it must be from 0 to below 1"),
+    (["--data.validation", "0"], "data.validation is 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_COMBINATIONS)
+def test_settings_that_do_not_fit_are_refused_before_the_start(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check.resolved(read_arguments(arguments))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nproc", "stages"),
+    [
+        (["--pipeline.schedule", "ZBV"], 2, 4),
+        (["--pipeline.stages_per_rank", "2"], 2, 4),
+        (["--pipeline.stages", "4"], 2, 4),
+        (["--link.transport", "memory"], 1, 2),
+        (["--link.transport", "memory", "--pipeline.stages", "4"], 1, 4),
+        (["--nproc", "4"], 4, 4),
+    ],
+)
+def test_processes_and_stages_follow_from_each_other(
+    arguments: list[str], nproc: int, stages: int
+) -> None:
+    resolved = check.resolved(read_arguments(arguments))
+    assert (resolved.nproc, resolved.num_stages) == (nproc, stages)
+
+
+def test_a_bad_codec_is_a_line_with_the_nearest_match() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'int4'"):
+        check.check_plan(read_arguments(["--forward", "delta(intt4)"]))
+
+
+def test_rates_and_latencies_are_read_in_their_usual_spellings() -> None:
+    def link(rate: str, latency: str = "5ms") -> config.LinkConfig:
+        return config.LinkConfig(rate=rate, latency=latency)
+
+    assert config.link_rate(link("100mbit")) == 100e6
+    assert config.link_rate(link("1gbit")) == 1e9
+    assert config.link_rate(link("300 Mbit/s")) == 300e6
+    assert config.link_rate(link("none")) is None
+    assert config.link_latency(link("1gbit", "0.03s")) == 0.03
+    assert config.link_latency(link("1gbit", "none")) == 0.0
+
+
+def test_a_bare_link_has_no_emulated_latency() -> None:
+    assert config.link_latency(config.LinkConfig(rate="none", latency="5ms")) == 0.0
+
+
+def test_a_run_folder_with_content_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not empty"):
+        check.check_out(dataclasses.replace(Config(), out=str(tmp_path)))
+    with pytest.raises(ConfigError, match="is a file"):
+        check.check_out(dataclasses.replace(Config(), out=str(tmp_path / "summary.json")))
+    check.check_out(dataclasses.replace(Config(), out=str(tmp_path / "new")))

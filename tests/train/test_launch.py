@@ -1,0 +1,219 @@
+"""Whole runs: processes, run folders, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = ("--quick", "--steps", "4", "--model.dim", "32", "--model.context", "32")
+SUMMARY_KEYS = {
+    "val_loss",
+    "val_loss_codec",
+    "train_loss",
+    "tokens_per_s",
+    "step_ms_median",
+    "train_s",
+    "steps",
+    "epochs",
+    "tokens",
+    "links",
+    "control",
+    "bound",
+    "data",
+    "parameters",
+    "seed",
+    "versions",
+    "config",
+}
+LINK_KEYS = {
+    "edge",
+    "direction",
+    "codec",
+    "messages",
+    "payload_bytes",
+    "header_bytes",
+    "raw_bytes",
+    "values",
+    "kinds",
+    "bits_per_value",
+    "steady_bits_per_value",
+}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "thinwire", "train", *arguments]
+
+
+def run(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
+    result = run(*TINY, "--out", "run", cwd=tmp_path)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    summary = summary_of(tmp_path / "run")
+    assert summary.keys() >= SUMMARY_KEYS
+    assert {(link["edge"], link["direction"]) for link in summary["links"]} == {
+        (0, "forward"),
+        (0, "backward"),
+    }
+    for link in summary["links"]:
+        assert link.keys() >= LINK_KEYS
+        assert link["messages"] == 4 * 8
+        assert 0 < link["payload_bytes"] < link["raw_bytes"] / 3
+    records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert {"loss", "grad_norm", "lr", "tokens_per_s", "timers_ms"} <= records[0].keys()
+    assert records[-1]["links"]
+    assert summary["bound"]["sentence"] in result.stdout
+    assert "validation loss" in result.stdout
+
+
+def test_a_written_config_repeats_the_run_exactly(tmp_path: Path) -> None:
+    run(*TINY, "--link.transport", "memory", "--out", "one", cwd=tmp_path)
+    run("one/config.toml", "--out", "two", cwd=tmp_path)
+    one, two = summary_of(tmp_path / "one"), summary_of(tmp_path / "two")
+    assert one["val_loss"] == two["val_loss"]
+    assert one["links"] == two["links"]
+
+
+def test_memory_and_gloo_give_the_same_losses_and_bytes(tmp_path: Path) -> None:
+    run(*TINY, "--link.transport", "memory", "--out", "memory", cwd=tmp_path)
+    run(*TINY, "--link.rate", "none", "--out", "gloo", cwd=tmp_path)
+    memory, gloo = summary_of(tmp_path / "memory"), summary_of(tmp_path / "gloo")
+    for name in ("train_loss", "val_loss", "val_loss_codec", "links"):
+        assert memory[name] == gloo[name]
+
+
+def test_json_is_the_only_thing_on_stdout(tmp_path: Path) -> None:
+    result = run(*TINY, "--link.transport", "memory", "--json", "--out", "run", cwd=tmp_path)
+    assert json.loads(result.stdout) == summary_of(tmp_path / "run")
+    assert "validation loss" in result.stderr
+
+
+def test_compare_makes_three_runs_and_one_comparison(tmp_path: Path) -> None:
+    result = run(*TINY, "--link.transport", "memory", "--compare", "--out", "run", cwd=tmp_path)
+    for name in ("compressed", "fp32", "bf16"):
+        assert summary_of(tmp_path / "run" / name)["steps"] == 4
+    comparison = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    assert comparison["against_fp32"]["traffic_ratio"] > 3
+    assert "as fast as fp32" in result.stdout
+
+
+def test_four_stages_of_a_v_schedule_train_with_a_tied_head(tmp_path: Path) -> None:
+    options = ("--pipeline.schedule", "ZBV", "--model.tied", "true", "--forward", "raw")
+    run(*TINY, *options, "--backward", "raw", "--out", "zbv", cwd=tmp_path)
+    reference = ("--model.tied", "true", "--forward", "raw", "--backward", "raw")
+    run(*TINY, *reference, "--link.transport", "memory", "--out", "plain", cwd=tmp_path)
+    zbv, plain = summary_of(tmp_path / "zbv"), summary_of(tmp_path / "plain")
+    assert zbv["val_loss"] == pytest.approx(plain["val_loss"], abs=1e-4)
+
+
+def test_torchrun_launches_the_same_run(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "-m", "thinwire", "train", *TINY, "--out", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=100,
+        check=True,
+    )
+    run(*TINY, "--out", "own", cwd=tmp_path)
+    assert summary_of(tmp_path / "run")["val_loss"] == summary_of(tmp_path / "own")["val_loss"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    result = run(*TINY, "--train.lr", "1e30", "--train.clip", "0", cwd=tmp_path, code=1)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("thinwire: error: rank ")
+    assert "stage" in last
+    assert "Traceback" not in result.stderr
+
+
+def start_long_run(cwd: Path) -> subprocess.Popen[str]:
+    """A run that has done some steps and would go on for long."""
+    process = subprocess.Popen(
+        command("--steps", "100000", "--model.dim", "32", "--out", "run"),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    metrics = cwd / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process
+
+
+def workers_of(parent: int) -> list[int]:
+    """The process ids of the children of ``parent``, in the order of their start."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    if not children.exists():
+        pytest.skip("no /proc/PID/task/TID/children on this system")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers are left over"
+        time.sleep(0.1)
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    workers = workers_of(process.pid)
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.strip().splitlines()[-1] == "thinwire: error: rank 1 was ended by SIGKILL"
+    wait_until_gone(workers, 1)
+
+
+def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    workers = workers_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    wait_until_gone(workers, 1)
+
+
+def test_workers_do_not_outlive_a_killed_starter(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    workers = workers_of(process.pid)
+    process.kill()
+    process.communicate(timeout=30)
+    wait_until_gone(workers, 10)

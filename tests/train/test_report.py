@@ -1,0 +1,176 @@
+"""What a run shows and keeps: the sentence, the lines, the table, the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from thinwire.train import check, metrics, report
+from thinwire.train.bound import StepCosts, bound_sentence, next_flag, step_costs
+from thinwire.train.config import Config, LinkConfig, PipelineConfig, PlanConfig
+
+
+def link(direction: str, payload: int, edge: int = 0) -> dict[str, Any]:
+    return {
+        "edge": edge,
+        "direction": direction,
+        "codec": "int4",
+        "messages": 10,
+        "payload_bytes": payload,
+        "header_bytes": 100,
+        "raw_bytes": 8 * payload,
+        "values": 2 * payload,
+        "bits_per_value": 4.25,
+        "steady_bits_per_value": None,
+        "kinds": {
+            "first": {"messages": 10, "payload_bytes": payload, "values": 2 * payload},
+            "change": {"messages": 0, "payload_bytes": 0, "values": 0},
+        },
+    }
+
+
+LINKS = [link("forward", 1000), link("backward", 2000)]
+CONFIG = check.resolved(Config())
+
+
+def costs(**milliseconds: float) -> StepCosts:
+    parts = {"step_ms": 100, "compute_ms": 1, "link_ms": 1, "latency_ms": 1, "codec_ms": 1}
+    return StepCosts(**{**parts, "wait_ms": 0, **milliseconds})
+
+
+@pytest.mark.parametrize("part", ["compute", "link", "latency", "codec"])
+def test_the_sentence_names_the_largest_part_and_all_milliseconds(part: str) -> None:
+    sentence = bound_sentence(costs(**{f"{part}_ms": 77}), LINKS, CONFIG)
+    assert sentence.lower().removeprefix("the ").startswith(f"{part} bounds this run")
+    assert "77 ms" in sentence
+    assert "next try --" in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (PlanConfig("delta(int4)", "int8"), "--backward int6"),
+        (PlanConfig("delta(int4)", "bf16"), "--backward int8"),
+        (PlanConfig("delta(int4)", "int2"), "--model.layers 8"),
+    ],
+)
+def test_a_run_bound_by_the_link_should_narrow_its_slower_direction(
+    plan: PlanConfig, expected: str
+) -> None:
+    config = dataclasses.replace(CONFIG, plan=plan)
+    assert next_flag(costs(link_ms=50), LINKS, config) == expected
+
+
+def test_a_narrower_scheme_keeps_its_other_options() -> None:
+    config = dataclasses.replace(CONFIG, plan=PlanConfig("delta(int4:group=64,first=int8)"))
+    links = [link("forward", 3000), link("backward", 2000)]
+    assert (
+        next_flag(costs(link_ms=50), links, config) == "--forward 'delta(int3:group=64,first=int8)'"
+    )
+
+
+def test_a_run_bound_by_latency_on_1f1b_should_change_the_schedule() -> None:
+    config = dataclasses.replace(CONFIG, pipeline=PipelineConfig(schedule="1F1B", stages=2))
+    assert next_flag(costs(latency_ms=50), LINKS, config) == "--pipeline.schedule Interleaved1F1B"
+
+
+def test_costs_are_those_of_the_busiest_rank() -> None:
+    ranks = [
+        {"step_s": 1.0, "compute_s": 0.5, "codec_s": 0.1, "wait_s": 0.4, "link_s": 0.2},
+        {"step_s": 1.0, "compute_s": 0.7, "codec_s": 0.2, "wait_s": 0.1, "link_s": 0.3},
+    ]
+    found = step_costs(ranks, steps=10, hops=1, config=CONFIG)
+    assert found.compute_ms == pytest.approx(70)
+    assert found.codec_ms == pytest.approx(20)
+    assert found.link_ms == pytest.approx(30)
+    assert found.latency_ms == pytest.approx(15)  # there, back, and the agreement, at 5 ms each
+
+
+def test_on_a_bare_link_its_cost_is_what_even_the_least_waiting_rank_waited() -> None:
+    bare = dataclasses.replace(CONFIG, link=LinkConfig(rate="none"))
+    ranks = [
+        {"step_s": 1.0, "compute_s": 0.5, "codec_s": 0.1, "wait_s": w, "link_s": 0.0}
+        for w in (0.4, 0.2)
+    ]
+    assert step_costs(ranks, steps=10, hops=1, config=bare).link_ms == pytest.approx(20)
+
+
+def test_a_run_without_links_is_bound_by_compute() -> None:
+    bare = dataclasses.replace(CONFIG, link=LinkConfig(rate="none"))
+    rank = {"step_s": 1.0, "compute_s": 0.5, "codec_s": 0.0, "wait_s": 0.9, "link_s": 0.0}
+    assert "Compute bounds" in bound_sentence(step_costs([rank], 10, 0, bare), [], bare)
+
+
+def test_the_progress_line_shows_loss_speed_traffic_ratio_and_busy_share() -> None:
+    line = report.progress_line(
+        epoch="1/3", step="10/648", loss=2.5, tokens_per_s=12345.6, links=LINKS, busy=0.371
+    )
+    for part in ("loss 2.5000", "12,346 tokens/s", "0.0 MB sent", "7.5x less", "37 % busy"):
+        assert part in line
+
+
+def test_without_a_terminal_progress_is_plain_lines_once_a_log_interval() -> None:
+    stream = io.StringIO()
+    with report.LiveLine(Console(file=stream, width=118)) as live:
+        live.show("one", logged=False)
+        live.show("two", logged=True)
+    assert stream.getvalue() == "two\n"
+
+
+def test_the_table_has_each_link_and_each_kind_of_its_traffic() -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=118).print(report.link_table(LINKS))
+    shown = stream.getvalue()
+    for part in ("forward 0→1", "backward 1→0", "first", "change", "4.25"):
+        assert part in shown
+
+
+def summary(step_ms: float, train_s: float, val_loss: float, forward: str) -> dict[str, Any]:
+    return {
+        "step_ms_median": step_ms,
+        "train_s": train_s,
+        "val_loss": val_loss,
+        "val_loss_codec": val_loss,
+        "links": LINKS,
+        "config": {"plan": {"forward": forward, "backward": forward}},
+    }
+
+
+def test_the_comparison_gives_speed_ups_and_loss_differences() -> None:
+    runs = {
+        "compressed": summary(10, 5, 2.001, "int4"),
+        "fp32": summary(40, 15, 2.0, "raw"),
+        "bf16": summary(20, 10, 2.0, "bf16"),
+    }
+    found = report.comparison(runs)
+    assert found["against_fp32"]["speedup_step"] == 4
+    assert found["against_bf16"]["speedup_run"] == 2
+    assert found["against_fp32"]["val_loss_difference"] == pytest.approx(0.001)
+    assert "3.00x as fast as fp32" in report.comparison_sentence(found)
+    stream = io.StringIO()
+    Console(file=stream, width=118).print(report.comparison_table(runs))
+    assert "4.00x" in stream.getvalue()
+
+
+def test_default_run_folders_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = {metrics.create_folder(Config()) for _ in range(3)}
+    assert len(folders) == 3
+    assert all("delta-int4-int8" in folder.name for folder in folders)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "summary.json"
+    metrics.write_json(file, {"loss": 1.0})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        metrics.write_json(file, {"loss": float("nan")})
+    assert json.loads(file.read_text()) == {"loss": 1.0}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
