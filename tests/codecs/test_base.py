@@ -1,0 +1,324 @@
+"""What holds for every codec: rows, lengths, shapes, dtypes, buffers, errors."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.codecs.common import ALL, FLOATS, LOSSY, normal, quick, round_trip
+from thinwire import spec
+from thinwire.codecs import Codec, codec, register_codec
+from thinwire.errors import NonFiniteError
+
+every = pytest.mark.parametrize("name", ALL)
+lossy = pytest.mark.parametrize("name", LOSSY)
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (7,),
+    (0, 5),
+    (5, 0),
+    (2, 3, 0),
+    (3, 1),
+    (1, 257),
+    (3, 5, 7),
+    (2, 3, 5, 7),
+]
+
+
+@every
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_any_shape_and_float_dtype_comes_back(name, shape, dtype, device):
+    x = normal(*shape, device=device).to(dtype)
+    y = round_trip(name, x)
+    assert y.shape == x.shape
+    assert y.dtype == dtype
+    assert y.device == x.device
+    # 1-bit levels miss a single value's neighbours by more than its size, never by much more
+    assert bool(((y - x).abs() <= 4.0).all())
+
+
+@every
+def test_the_payload_is_one_dimensional_bytes_on_the_input_device(name, device):
+    payload = codec(name).encode(normal(3, 5, device=device))
+    assert payload.dtype == torch.uint8
+    assert payload.dim() == 1
+    assert payload.device.type == device.type
+
+
+@every
+@quick
+@given(st.integers(1, 5), st.integers(0, 300), st.data())
+def test_max_nbytes_is_exact_for_full_rows_and_a_bound_for_shorter(name, rows, n, data):
+    x = normal(rows, n)
+    lengths = data.draw(st.lists(st.integers(0, n), min_size=rows, max_size=rows))
+    bound = codec(name).max_nbytes(x.shape, x.dtype)
+    assert codec(name).encode(x).numel() == bound
+    assert codec(name).encode(x, lengths=lengths).numel() <= bound
+
+
+@every
+def test_a_row_has_the_same_bytes_alone_and_in_any_batch(name, device):
+    x = normal(6, 300, device=device) * torch.logspace(-3, 3, 6, device=device)[:, None]
+    seeds = torch.arange(6) * 11
+    whole = codec(name).encode(x, seed=seeds).view(6, -1)
+    for row in range(6):
+        alone = codec(name).encode(x[row : row + 1], seed=seeds[row : row + 1])
+        assert torch.equal(alone, whole[row])
+
+
+@every
+@quick
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=6))
+def test_rows_of_mixed_lengths_are_the_bytes_of_each_row_cut_to_its_length(name, lengths):
+    x = normal(len(lengths), 200)
+    c = codec(name)
+    parts = [c.encode(x[i : i + 1, :size]) for i, size in enumerate(lengths)]
+    assert torch.equal(c.encode(x, lengths=lengths), torch.cat(parts))
+
+
+@every
+@quick
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=5))
+def test_values_beyond_a_length_decode_to_zero_and_those_within_as_without_padding(name, lengths):
+    x = normal(len(lengths), 9, 10)
+    y = round_trip(name, x, lengths=lengths).flatten(1)
+    for i, size in enumerate(lengths):
+        assert torch.equal(y[i : i + 1, :size], round_trip(name, x.flatten(1)[i : i + 1, :size]))
+        assert not y[i, size:].any()
+
+
+@every
+@pytest.mark.parametrize("padding", [0.0, 1e9, float("nan"), float("inf")])
+def test_padding_costs_nothing_and_sets_no_scale(name, padding, device):
+    x = normal(3, 40, device=device)
+    lengths = torch.tensor([40, 17, 0])
+    payloads = []
+    for width in (40, 64):
+        padded = torch.full((3, width), padding, device=device)
+        for i, size in enumerate(lengths.tolist()):
+            padded[i, :size] = x[i, :size]
+        payloads.append(codec(name).encode(padded, lengths=lengths))
+    assert torch.equal(payloads[0], payloads[1])
+
+
+@every
+def test_rows_regroups_a_tensor_without_moving_values(name):
+    x = normal(4, 6, 10)
+    assert torch.equal(codec(name).encode(x, rows=24), codec(name).encode(x.reshape(24, 10)))
+    assert torch.equal(round_trip(name, x, rows=24), round_trip(name, x.view(24, 10)).view_as(x))
+    assert torch.equal(codec(name).encode(x, rows=1), codec(name).encode(x.flatten()))
+
+
+def test_a_tensor_of_one_dimension_is_one_row():
+    x = normal(300)
+    assert torch.equal(codec("int4:group=row").encode(x), codec("int4:group=row").encode(x[None]))
+
+
+@every
+def test_strides_do_not_matter(name, device):
+    x = normal(2, 6, 5, 4, device=device)
+    expected = codec(name).encode(x)
+    strided = torch.empty(2, 6, 5, 8, device=device)[..., ::2].copy_(x)
+    turned = x.transpose(1, 3).contiguous().transpose(1, 3)
+    for same in (x.contiguous(memory_format=torch.channels_last), strided, turned):
+        assert not same.is_contiguous()
+        assert torch.equal(codec(name).encode(same), expected)
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_input_is_left_unchanged(name, dtype):
+    x = normal(3, 50).to(dtype).requires_grad_()
+    before = x.detach().clone()
+    codec(name).encode(x, lengths=[50, 20, 0])
+    payload = codec(name).encode(x)
+    assert not payload.requires_grad
+    assert x.requires_grad
+    assert x.grad is None
+    assert torch.equal(x, before)
+
+
+@lossy
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_floats_are_coded_as_their_float32_values(name, dtype):
+    x = normal(3, 200).to(dtype)
+    c = codec(name)
+    payload = c.encode(x)
+    assert torch.equal(payload, c.encode(x.float()))
+    expected = c.decode(payload, x.shape, torch.float32).to(dtype)
+    assert torch.equal(c.decode(payload, x.shape, dtype), expected)
+
+
+@lossy
+def test_the_largest_half_precision_value_does_not_come_back_infinite(name):
+    x = torch.tensor([[65504.0, -65504.0, 1.0, 65504.0] * 40], dtype=torch.float16)
+    assert bool(torch.isfinite(round_trip(name, x)).all())
+
+
+@every
+def test_encoding_into_a_buffer_writes_its_start_and_no_more(name, device):
+    x = normal(3, 50, device=device)
+    expected = codec(name).encode(x)
+    for offset in (0, 1, 3):  # unaligned as well
+        buffer = torch.full((expected.numel() + 20,), 171, dtype=torch.uint8, device=device)
+        view = codec(name).encode(x, out=buffer[offset:])
+        assert torch.equal(view, expected)
+        assert view.data_ptr() == buffer.data_ptr() + offset
+        rest = torch.cat([buffer[:offset], buffer[offset + expected.numel() :]])
+        assert bool((rest == 171).all())
+
+
+@every
+@pytest.mark.parametrize("lengths", [None, [50, 50, 50], [50, 13, 0]], ids=str)
+def test_decoding_into_an_output_gives_the_same_values(name, lengths, device):
+    x = normal(3, 50, device=device)
+    expected = round_trip(name, x, lengths=lengths)
+    payload = codec(name).encode(x, lengths=lengths)
+    outs = [
+        torch.full((3, 50), torch.nan, device=device),
+        torch.full((50, 3), torch.nan, device=device).t(),
+        torch.full((3, 101), torch.nan, device=device)[:, 1::2],
+        torch.full((3 * 50 + 1,), torch.nan, device=device)[1:].view(3, 50),
+    ]
+    for out in outs:
+        y = codec(name).decode(payload, x.shape, x.dtype, lengths=lengths, out=out)
+        assert y is out
+        assert torch.equal(out, expected)
+
+
+@every
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_a_payload_may_lie_at_any_address(name, offset):
+    x = normal(3, 50)
+    payload = codec(name).encode(x)
+    moved = torch.empty(payload.numel() + offset, dtype=torch.uint8)[offset:].copy_(payload)
+    strided = torch.empty(payload.numel() * 2, dtype=torch.uint8)[::2].copy_(payload)
+    for same in (moved, strided):
+        decoded = codec(name).decode(same, x.shape, x.dtype)
+        assert torch.equal(decoded, round_trip(name, x))
+
+
+@every
+def test_decoded_values_do_not_alias_the_payload(name):
+    x = normal(3, 48)
+    payload = codec(name).encode(x)
+    y = codec(name).decode(payload, x.shape, x.dtype)
+    before = y.clone()
+    payload.zero_()
+    assert torch.equal(y, before)
+
+
+@lossy
+@quick
+@given(
+    st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+    st.sampled_from(FLOATS),
+    st.integers(0, 2),
+    st.integers(0, 259),
+)
+def test_a_value_that_is_not_finite_is_an_error_with_its_index(name, value, dtype, row, column):
+    x = normal(3, 10, 26).to(dtype)
+    x[row, column // 26, column % 26] = value
+    index = f"({row}, {column // 26}, {column % 26})"
+    with pytest.raises(NonFiniteError) as error:
+        codec(name).encode(x)
+    assert str(value) in str(error.value)
+    assert index in str(error.value)
+
+
+@lossy
+def test_a_value_that_is_not_finite_in_a_scalar_is_an_error(name, device):
+    with pytest.raises(NonFiniteError, match="nan at index ()"):
+        codec(name).encode(torch.tensor(float("nan"), device=device))
+
+
+@lossy
+def test_the_index_of_a_bad_value_skips_padding(name):
+    x = normal(2, 30)
+    x[0, 20:] = torch.nan
+    x[1, 4] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"inf at index \(1, 4\)"):
+        codec(name).encode(x, lengths=[20, 30])
+
+
+@every
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_payload_of_the_wrong_size_is_an_error(name, change):
+    payload = codec(name).encode(normal(3, 50))
+    wrong = payload[:change] if change < 0 else torch.cat([payload, payload[:change]])
+    with pytest.raises(ValueError, match=f"takes {payload.numel()} payload bytes, found"):
+        codec(name).decode(wrong, (3, 50), torch.float32)
+
+
+@lossy
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64], ids=str)
+def test_tensors_that_are_not_floating_point_are_refused(name, dtype):
+    with pytest.raises(ValueError, match="takes floating-point tensors"):
+        codec(name).encode(torch.ones(3, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 7}, "24 values cannot be cut into 7 equal rows"),
+        ({"rows": 0}, "cannot be cut into 0"),
+        ({"rows": -1}, "cannot be cut into -1"),
+        ({"lengths": [1, 2]}, "2 lengths for 4 rows"),
+        ({"lengths": [1, 2, 3, 7]}, "length 7 of row 3"),
+        ({"lengths": [1, -2, 3, 6]}, "length -2 of row 1"),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, "int64 tensor of 4 values"),
+        ({"seed": torch.zeros(4)}, "int64 tensor of 4 values"),
+        ({"out": torch.zeros(5, dtype=torch.uint8)}, "at least 36 bytes"),
+        ({"out": torch.zeros(50)}, "must be 1-D uint8"),
+        ({"out": torch.zeros(50, 1, dtype=torch.uint8)}, "must be 1-D uint8"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        codec("int4").encode(normal(4, 6), **options)
+
+
+@pytest.mark.parametrize("out", [torch.zeros(6, 4), torch.zeros(4, 6, dtype=torch.float16)])
+def test_an_output_of_another_shape_or_dtype_is_refused(out):
+    payload = codec("int4").encode(normal(4, 6))
+    with pytest.raises(ValueError, match="out must be torch.float32 of shape"):
+        codec("int4").decode(payload, (4, 6), torch.float32, out=out)
+
+
+@every
+def test_torch_generators_are_left_alone(name, device):
+    x = normal(4, 300, device=device)
+    before = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    round_trip(name, x, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    if on_device is not None:
+        assert torch.equal(torch.cuda.get_rng_state(), on_device)
+
+
+def test_a_user_adds_a_codec_from_outside(monkeypatch):
+    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
+
+    @register_codec("sign")
+    @dataclasses.dataclass(frozen=True)
+    class Sign(Codec):
+        scale: float = 1.0
+
+        def row_nbytes(self, n, dtype):
+            return n
+
+        def _encode_rows(self, x, seeds, out):
+            out.copy_(x > 0)
+            return True
+
+        def _decode_rows(self, payload, n, dtype):
+            return (payload.float() * 2 - 1) * self.scale
+
+    x = normal(3, 5)
+    assert torch.equal(round_trip("sign:scale=0.5", x), x.sign() * 0.5)
+    assert str(codec("sign:scale=0.5")) == "sign:scale=0.5"
