@@ -1,6 +1,7 @@
 """The grammar: strings to frozen dataclasses and back."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ def integers(draw) -> Integer:
     rounding = draw(st.sampled_from(["nearest", "stochastic"]))
     coarse = bits <= 2 and rounding == "stochastic"
     group = draw(st.integers(8, 64) if coarse else st.integers(8, 1 << 20) | st.just("row"))
-    scale = "range" if rounding == "stochastic" else draw(st.sampled_from(["range", "std"]))
+    scale: Any = "range" if rounding == "stochastic" else draw(st.sampled_from(["range", "std"]))
     symmetric = draw(st.booleans()) and not (bits == 1 and scale == "range")
     if draw(st.booleans()):
         return Integer(bits, round=rounding)
@@ -34,7 +35,7 @@ codecs = st.one_of(integers(), st.sampled_from([Raw(), Cast("bf16"), Cast("fp16"
 anything = codecs | st.builds(Delta, codecs, codecs) | st.builds(Delta, codecs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(anything)
 def test_the_canonical_string_parses_to_an_equal_value(value):
     assert parse(str(value)) == value
@@ -49,13 +50,14 @@ def test_spaces_do_not_matter(value, data):
     assert parse(f" {text[:at]} {text[at:]} ") == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.text(alphabet="int48delrawfsgoup(),:=. ", max_size=30))
 def test_any_text_is_a_spec_or_a_spec_error(text):
     try:
-        assert parse(str(parse(text))) == parse(text)
-    except SpecError as error:
-        assert "\n" not in str(error)
+        value = parse(text)
+    except SpecError:
+        return
+    assert parse(str(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -172,10 +174,13 @@ def registry(monkeypatch):
     monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
 
 
+INT8 = Integer(8)
+
+
 @dataclasses.dataclass(frozen=True)
 class Wrap(Named):
     inner: Codec
-    other: Codec = Integer(8)
+    other: Codec = INT8
     decay: float = 0.5
     warm: bool = False
     cold: bool = True

@@ -263,7 +263,10 @@ class _Reader:
                 if values and any(key in e.options or key in _REGISTRY for e in outer):
                     self.at = start - 1  # give the comma back
                     return
-                raise self.error(f"{name} has no option {key!r}{nearest(key, entry.options)}")
+                known = set(entry.options)
+                if values:  # then it may be meant for an enclosing spec
+                    known.update(*(e.options for e in outer))
+                raise self.error(f"{name} has no option {key!r}{nearest(key, known)}")
             self.option(name, entry.options[key], values)
             if not self.take(","):
                 return

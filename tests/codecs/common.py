@@ -12,7 +12,7 @@ from thinwire.codecs import codec
 
 #: Properties draw few, cheap examples; the device fixture may be shared between them.
 quick = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -31,15 +31,14 @@ SHAPES = [
 
 @every
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_any_shape_and_float_dtype_comes_back(name, shape, dtype, device):
-    x = normal(*shape, device=device).to(dtype)
-    y = round_trip(name, x)
-    assert y.shape == x.shape
-    assert y.dtype == dtype
-    assert y.device == x.device
-    # 1-bit levels miss a single value's neighbours by more than its size, never by much more
-    assert bool(((y - x).abs() <= 4.0).all())
+def test_any_shape_and_float_dtype_comes_back(name, shape, device):
+    for dtype in FLOATS:
+        x = normal(*shape, device=device).to(dtype)
+        y = round_trip(name, x)
+        assert y.shape == x.shape
+        assert y.dtype == dtype
+        assert y.device == x.device
+        assert bool(((y - x).abs() <= 4.0).all())  # the range, nearly: one bit is coarse
 
 
 @every
@@ -233,7 +232,7 @@ def test_a_value_that_is_not_finite_is_an_error_with_its_index(name, value, dtyp
 
 @lossy
 def test_a_value_that_is_not_finite_in_a_scalar_is_an_error(name, device):
-    with pytest.raises(NonFiniteError, match="nan at index ()"):
+    with pytest.raises(NonFiniteError, match=r"nan at index \(\) "):
         codec(name).encode(torch.tensor(float("nan"), device=device))
 
 
@@ -273,7 +272,7 @@ def test_tensors_that_are_not_floating_point_are_refused(name, dtype):
         ({"lengths": [1, -2, 3, 6]}, "length -2 of row 1"),
         ({"seed": torch.zeros(3, dtype=torch.int64)}, "int64 tensor of 4 values"),
         ({"seed": torch.zeros(4)}, "int64 tensor of 4 values"),
-        ({"out": torch.zeros(5, dtype=torch.uint8)}, "at least 36 bytes"),
+        ({"out": torch.zeros(5, dtype=torch.uint8)}, "at least 40 bytes"),
         ({"out": torch.zeros(50)}, "must be 1-D uint8"),
         ({"out": torch.zeros(50, 1, dtype=torch.uint8)}, "must be 1-D uint8"),
     ],
@@ -286,7 +285,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
 @pytest.mark.parametrize("out", [torch.zeros(6, 4), torch.zeros(4, 6, dtype=torch.float16)])
 def test_an_output_of_another_shape_or_dtype_is_refused(out):
     payload = codec("int4").encode(normal(4, 6))
-    with pytest.raises(ValueError, match="out must be torch.float32 of shape"):
+    with pytest.raises(ValueError, match=r"out must be torch\.float32 of shape"):
         codec("int4").decode(payload, (4, 6), torch.float32, out=out)
 
 

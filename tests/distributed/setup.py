@@ -178,3 +178,8 @@ def tensor_hash(x: Tensor) -> int:
 
 def barrier() -> None:
     dist.barrier()
+
+
+def without_run(outcomes: list[Outcome]) -> list[tuple[list[float], dict[int, str]]]:
+    """Losses and parameters of each rank."""
+    return [(o.losses, o.parameters) for o in outcomes]

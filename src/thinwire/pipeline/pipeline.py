@@ -119,6 +119,7 @@ class Pipeline:
         self._loss = engine.loss_of(schedule)
         self._failed: str | None = None
         self._step = 0
+        self._mode: bool | None = None  # training, evaluation, or nothing yet
         self._control = self._make_control()
         self._control.deadline = first_deadline
         self._check_together(tied or {})
@@ -328,13 +329,15 @@ class Pipeline:
 
     def _finish(self, loss: float, tokens: int) -> StepResult:
         """Exchange losses and norms, clip, and check that the gradient is finite."""
-        flagged = next((e.outgoing.flagged for e in self._ends if e.outgoing.flagged), "")
-        found = self._control.gather_result([loss, tokens, self._square_norm(), flagged])
+        flagged = [(e.outgoing.place.edge, e.outgoing.flagged) for e in self._ends]
+        # a bad gradient spoils all stages before the one that it came from: the last edge tells
+        worst = max((f for f in flagged if f[1]), default=(-1, ""))
+        found = self._control.gather_result([loss, tokens, self._square_norm(), worst])
         self._settle()
         loss = math.fsum(f[0] for f in found)
         norm = math.sqrt(sum(f[2] for f in found)) if all(f[2] >= 0 for f in found) else math.nan
         if not math.isfinite(norm):
-            where = next((f[3] for f in found if f[3]), "no boundary gradient was affected")
+            where = max(tuple(f[3]) for f in found)[1] or "no gradient on an edge was affected"
             raise NonFiniteError(
                 f"step {self._step}: the gradient is not finite (norm {norm}, loss {loss}; {where})"
             )
@@ -393,6 +396,14 @@ class Pipeline:
         if header["error"]:
             raise ValueError(header["error"])
         mine = self._mismatch(header, train, target, sample_ids)
+        if self._mode != train:
+            # torch's own set-up messages come next: make sure that all ranks will take part
+            with self._failing_together():
+                answers = self._control.gather_result(mine)
+            mine = next((a for a in answers if a), None)
+            if mine:
+                raise ValueError(mine)
+            self._mode = train
         if mine:
             with self._failing_together():
                 raise ValueError(mine)
