@@ -7,6 +7,9 @@ import torch
 
 from tests.distributed.pool import Pool
 
+# as in the workers: reductions depend on the number of threads, and cores are shared
+torch.set_num_threads(1)
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:

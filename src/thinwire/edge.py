@@ -154,10 +154,10 @@ class _Link:
             return self.scheme
         return self.scheme.stateless() if self.plan.codec else Value(_RAW)
 
-    def error(self, microbatch: int, why: object) -> LinkError:
+    def error(self, microbatch: int, way: str, why: object) -> LinkError:
         return LinkError(
             f"{self.names.here}: no {self.what} of micro-batch {microbatch} in step "
-            f"{self.plan.step} from {self.names.there}: {why}"
+            f"{self.plan.step} {way} {self.names.there}: {why}"
         )
 
 
@@ -201,7 +201,10 @@ class LinkSender(_Link):
         message, ready = _to_host(sections, lambda: frame.build(place, sections))
         total = frame.nbytes(sections)
         self.counters.count(sections, total, values, self.plan.train)
-        self.transport.send(self.peer, self.channel + microbatch, message, ready)
+        try:
+            self.transport.send(self.peer, self.channel + microbatch, message, ready)
+        except TransportError as error:
+            raise self.error(microbatch, "to", error) from error
         self._unsent.discard(microbatch)
         self.timers.encode_s += time.perf_counter() - start
 
@@ -247,7 +250,9 @@ class LinkSender(_Link):
         """Tell the receiver, on every message that it still expects, that none will come."""
         text = f"{kind}\n{why}".encode()[:_ABORT_TEXT]
         for microbatch in sorted(self._unsent):
-            section = Section(Kind.ABORT, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            section = Section(
+                Kind.ABORT, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            )
             parts = frame.build(self.place_of(microbatch), [section])
             self.transport.send(self.peer, self.channel + microbatch, parts)
         self._unsent.clear()
@@ -276,9 +281,11 @@ class LinkReceiver(_Link):
         """Announce the messages up to micro-batch ``until``."""
         while self._next <= min(until, len(self.plan.microbatches) - 1):
             size = self._max_bytes(self._next)
-            self._handles[self._next] = self.transport.post_receive(
-                self.peer, self.channel + self._next, size
-            )
+            try:
+                handle = self.transport.post_receive(self.peer, self.channel + self._next, size)
+            except TransportError as error:
+                raise self.error(self._next, "from", error) from error
+            self._handles[self._next] = handle
             self._next += 1
 
     def _max_bytes(self, microbatch: int) -> int:
@@ -310,7 +317,7 @@ class LinkReceiver(_Link):
         try:
             data = self.transport.wait(self._handles.pop(microbatch), self.deadline)
         except TransportError as error:
-            raise self.error(microbatch, error) from error
+            raise self.error(microbatch, "from", error) from error
         arrived = time.perf_counter()
         self.timers.wait_s += arrived - start
         try:
@@ -319,7 +326,7 @@ class LinkReceiver(_Link):
                 raise _aborted(sections[0])
             tensors = self._decode_all(sections, microbatch)
         except (FrameError, ValueError) as error:
-            raise self.error(microbatch, error) from error
+            raise self.error(microbatch, "from", error) from error
         self.timers.decode_s += time.perf_counter() - arrived
         return tensors
 
@@ -357,9 +364,7 @@ class LinkReceiver(_Link):
                 raise FrameError(f"boundary tensor {boundary.index} should travel as it is")
             return _RAW.decode(head.payload, shape, head.dtype).to(boundary.dtype)
         visit = self.visit(boundary, microbatch, shape)
-        state = (
-            self.states[boundary.index] if self.plan.train else self.active_scheme().receiver()
-        )
+        state = self.states[boundary.index] if self.plan.train else self.active_scheme().receiver()
         return state.decode(sections, microbatch, visit).to(boundary.dtype)
 
 
@@ -393,9 +398,7 @@ def _check_finite(x: Tensor) -> None:
         raise NonFiniteError(f"{value} at index {index} of a tensor of shape {tuple(x.shape)}")
 
 
-def _to_host(
-    sections: list[Section], build: Callable[[], list[memoryview]]
-) -> tuple[Any, Any]:
+def _to_host(sections: list[Section], build: Callable[[], list[memoryview]]) -> tuple[Any, Any]:
     """(message, ready event): device payloads go through pinned memory without blocking."""
     if all(s.payload.device.type == "cpu" for s in sections):
         return build(), None

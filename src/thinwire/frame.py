@@ -1,4 +1,4 @@
-"""The wire format: header, section table, payloads, checksum. ``docs/wire-format.md`` has the layout.
+"""The wire format: header, section table, payloads, checksum, as ``docs/wire-format.md`` says.
 
 Nothing in a received frame is trusted: every count and length is checked against what is there,
 and the checksum (XXH3, 64 bits) is verified before the section table is read.
@@ -173,7 +173,7 @@ def parse(data: Buffer, expect: Place | None = None) -> tuple[Place, list[Sectio
     place, count = _check(view, expect)
     reader = _TableReader(view, _HEADER.size, len(view) - _CHECKSUM.size)
     entries = [reader.entry(k) for k in range(count)]
-    sections = []
+    sections: list[Section] = []
     at = reader.at
     for section, nbytes in entries:
         end = at + nbytes
@@ -287,9 +287,10 @@ def unpack(frame: Buffer | Tensor) -> Tensor:
             raise FrameError(f"a frame is 1-D uint8, not {frame.dtype} of {tuple(frame.shape)}")
         frame = frame.detach().cpu().contiguous().numpy().data
     _, sections = parse(frame)
-    if len(sections) != 1 or sections[0].kind != Kind.VALUE or sections[0].rows is not None:
+    section = sections[0] if len(sections) == 1 else Section(Kind.CONTROL)
+    bound = section.rows is not None or section.versions is not None
+    if bound or section.kind != Kind.VALUE:
         raise FrameError("bound to an edge and its state: it does not decode alone")
-    (section,) = sections
     try:
         coder = codec(section.codec)
         return coder.decode(section.payload, section.shape, section.dtype)

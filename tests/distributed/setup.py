@@ -28,7 +28,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         past = h.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-        return x + self.down(torch.nn.functional.gelu(self.up(h + past)))
+        y: Tensor = x + self.down(torch.nn.functional.gelu(self.up(h + past)))
+        return y
 
 
 class Stage(nn.Module):
@@ -80,8 +81,10 @@ def batch(step: int, rows: int = BATCH, length: int = LENGTH) -> tuple[Tensor, T
     generator = torch.Generator().manual_seed(step)
     ids = torch.randperm(SAMPLES, generator=generator)[:rows]
     tokens = torch.stack(
-        [torch.randint(VOCAB, (length + 1,), generator=torch.Generator().manual_seed(int(i)))
-         for i in ids]
+        [
+            torch.randint(VOCAB, (length + 1,), generator=torch.Generator().manual_seed(int(i)))
+            for i in ids
+        ]
     )
     return ids, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -106,10 +109,12 @@ def build(
     stages = []
     for index in tw.stages_of_rank(case.schedule, rank, world_size, case.num_stages):
         module = (modules or {}).get(index) or Stage(index, case.num_stages)
-        example = boundary(index, case.num_stages, rows)
+        example: dict[str, Any] = boundary(index, case.num_stages, rows)
         if case.transport == "stock":  # torch builds its buffers from real tensors' metadata
-            example = {k: torch.zeros(v.shape, dtype=v.dtype, requires_grad=v.requires_grad)
-                       for k, v in example.items()}
+            example = {
+                k: torch.zeros(v.shape, dtype=v.dtype, requires_grad=v.requires_grad)
+                for k, v in example.items()
+            }
         stages.append(kind(module, index, case.num_stages, torch.device("cpu"), **example))
     loss = tw.TokenLoss()
     return stages, tw.build_schedule(case.schedule, stages, case.microbatches, loss), loss
@@ -128,8 +133,13 @@ def run(rank: int, world_size: int, case: Case) -> Outcome:
     if case.transport != "stock":
         plan = tw.Plan(case.forward, case.backward)
         pipeline = tw.Pipeline(
-            schedule, stages, plan, transport=transport_of(case), max_grad_norm=case.clip,
-            deadline=30, seed=case.seed,
+            schedule,
+            stages,
+            plan,
+            transport=transport_of(case),
+            max_grad_norm=case.clip,
+            deadline=30,
+            seed=case.seed,
         )
     losses = []
     first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)

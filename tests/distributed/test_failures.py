@@ -117,7 +117,7 @@ class BadGradient(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.clone()
         grad[0, 0, 0] = math.inf
         return grad
@@ -234,8 +234,10 @@ def wrong_inputs(rank: int, world_size: int) -> list[str]:
     found = []
     for inputs, known in wrong:
         try:
-            pipeline.step(*(inputs if rank == 0 else ()), **known if rank == 0 else
-                          {"target": known["target"]})
+            pipeline.step(
+                *(inputs if rank == 0 else ()),
+                **known if rank == 0 else {"target": known["target"]},
+            )
             found.append("no error")
         except ValueError as error:
             found.append(str(error))
@@ -248,8 +250,15 @@ def test_wrong_inputs_are_the_same_value_error_on_all_ranks_and_the_next_step_wo
 ) -> None:
     first, second = pool.run(wrong_inputs, world_size=2)
     assert first == second
-    expected = ["shape (8, 13)", "shape (16, 12)", "3 rows cannot fill 4", "needs sample_ids",
-                "sample_ids must be int64", "lengths must be within", "takes 1 inputs"]
+    expected = [
+        "shape (8, 13)",
+        "shape (16, 12)",
+        "3 rows cannot fill 4",
+        "needs sample_ids",
+        "sample_ids must be int64",
+        "lengths must be within",
+        "takes 1 inputs",
+    ]
     for text, part in zip(first, expected, strict=True):
         assert part in text
 

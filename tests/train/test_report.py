@@ -29,8 +29,13 @@ def link(direction: str, payload: int, edge: int = 0) -> dict[str, Any]:
         "bits_per_value": 4.25,
         "steady_bits_per_value": None,
         "kinds": {
-            "first": {"messages": 10, "payload_bytes": payload, "values": 2 * payload},
-            "change": {"messages": 0, "payload_bytes": 0, "values": 0},
+            kind: {
+                "messages": 5,
+                "payload_bytes": payload // 2,
+                "header_bytes": 50,
+                "values": payload,
+            }
+            for kind in ("first", "change")
         },
     }
 

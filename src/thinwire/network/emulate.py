@@ -5,10 +5,11 @@ upstream rate, all that it receives its downstream rate. A message sent at time 
 sender's upstream is free, takes size / rate, and arrives ``latency`` later; a receiver that was
 not ready delays the start, as gloo does. The rate is that of the wire, as ``tc`` shapes it: each
 message bears the Ethernet, IP and TCP headers of its packets, so 95.6 % of it is left for data.
-benchmarks/link_emulation.py compares this with a shaped link. No thread sleeps on a link's behalf: the sender stamps
-the message with its place in the upstream queue, and the receiver's ``wait``, which would block
-for a real link just as long, returns at the time of arrival. Stamps are of the monotonic clock,
-which only processes of one machine share.
+benchmarks/link_emulation.py compares this with a shaped link.
+
+No thread sleeps on a link's behalf: the sender stamps the message with its place in the upstream
+queue, and the receiver's ``wait``, which would block for a real link just as long, returns at the
+time of arrival. Stamps are of the monotonic clock, which only processes of one machine share.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 
 from thinwire.network.transport import Handle, Parts, Transport, TransportError
 
-_STAMP = struct.Struct("<qq")  # start and end of the transmission, ns
+_STAMP = struct.Struct("<q")  # start of the transmission, ns of the monotonic clock
 
 # TCP over IPv4 on Ethernet, with timestamps: what a full packet of 1,500 bytes carries, and the
 # headers (14 + 20 + 32) around it that a shaped link counts. Acknowledgements are left out.
@@ -97,7 +98,7 @@ class EmulatedTransport(Transport):
     def wait(self, handle: Handle, timeout: float) -> memoryview:
         limit = time.monotonic_ns() + int(timeout * 1e9)
         message = self.inner.wait(handle, timeout)
-        start, end = _STAMP.unpack_from(message)
+        (start,) = _STAMP.unpack_from(message)
         latency = int(self.latency * 1e9)
         start = max(start, self._posted.pop(handle) + latency) + latency
         arrival = self._downstream.add(start, self._duration(len(message) - _STAMP.size))
@@ -121,13 +122,14 @@ class EmulatedTransport(Transport):
         start = max(time.monotonic_ns(), self._upstream_free)
         self._upstream_free = start + took
         self._upstream_busy += took
-        self.inner.send(target, channel, [_STAMP.pack(start, start + took), *parts])
+        self.inner.send(target, channel, [_STAMP.pack(start), *parts])
 
     def flush(self, timeout: float) -> None:
         super().flush(timeout)
         self.inner.flush(timeout)
 
     def drain(self, timeout: float) -> None:
+        super().drain(timeout)
         self.inner.drain(timeout)
 
     def close(self) -> None:

@@ -8,9 +8,11 @@ senders keep to the announced bound.
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -20,16 +22,19 @@ from torch import Tensor
 from thinwire.network.transport import Handle, Parts, Transport, TransportError
 
 _LENGTH = struct.Struct("<Q")
-#: gloo's header before the data of each message. Where the receive was not posted in time the
-#: sender spends another one to announce itself; each receive sends one back when it is posted.
-_GLOO_HEADER = 48
+#: gloo announces each message with a header of 48 bytes, and puts another before its data. Each
+#: receive sends one back, when it is posted.
+_GLOO_HEADERS = 2 * 48
+#: The least that gloo can wait for; it takes 0 ms for "without end".
+_LEAST_SECONDS = 0.001
 
 
 class _GlooHandle(Handle):
     def __init__(self, source: int, channel: int, max_bytes: int, group: dist.ProcessGroup) -> None:
         super().__init__(source, channel, max_bytes)
         self.buffer = torch.empty(_LENGTH.size + max_bytes, dtype=torch.uint8)
-        self.work = group.recv([self.buffer], source, channel)
+        with _explained(f"nothing can arrive from {source}"):
+            self.work = group.recv([self.buffer], source, channel)
 
 
 class GlooTransport(Transport):
@@ -39,7 +44,7 @@ class GlooTransport(Transport):
     collective call on every rank of the default group.
     """
 
-    overhead_bytes = _LENGTH.size + _GLOO_HEADER
+    overhead_bytes = _LENGTH.size + _GLOO_HEADERS
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, ranks: list[int] | None = None
@@ -58,7 +63,8 @@ class GlooTransport(Transport):
 
     def wait(self, handle: Handle, timeout: float) -> memoryview:
         assert isinstance(handle, _GlooHandle)
-        _wait(handle.work, timeout, f"nothing arrived from {handle.source}")
+        with _explained(f"nothing arrived from {handle.source}", timeout):
+            _wait(handle.work, timeout)
         view = handle.buffer.numpy().data
         (length,) = _LENGTH.unpack_from(view)
         if length > handle.max_bytes:
@@ -78,16 +84,19 @@ class GlooTransport(Transport):
             view[at:end] = part
             at = end
         # a work learns of its completion in wait alone, so buffers are kept until flush
-        self._pending.append((self._group.send([buffer], target, channel), buffer))
+        with _explained(f"a message to {target} could not be sent"):
+            self._pending.append((self._group.send([buffer], target, channel), buffer))
 
     def flush(self, timeout: float) -> None:
         super().flush(timeout)
         end = time.monotonic() + timeout
         for work, _ in self._pending:
-            _wait(work, max(end - time.monotonic(), 0.001), "a message was not taken")
+            with _explained("a message was not taken", timeout):
+                _wait(work, end - time.monotonic())
         self._pending.clear()
 
     def drain(self, timeout: float) -> None:
+        super().drain(timeout)
         # a wait that times out would close the connection on messages still under way
         pending, self._pending = self._pending, []
         thread = threading.Thread(target=_await_all, args=(pending,), daemon=True)
@@ -101,11 +110,19 @@ def _await_all(pending: list[tuple[dist.Work, Tensor]]) -> None:
             work.wait()
 
 
-def _wait(work: dist.Work, timeout: float, what: str) -> None:
+def _wait(work: dist.Work, timeout: float) -> None:
+    work.wait(timedelta(seconds=max(timeout, _LEAST_SECONDS)))
+
+
+@contextlib.contextmanager
+def _explained(what: str, timeout: float = 0.0) -> Iterator[None]:
+    """Turn gloo's RuntimeError inside into a TransportError that begins with ``what``."""
     try:
-        work.wait(timedelta(seconds=timeout))
+        yield
     except RuntimeError as error:
-        text = str(error).strip().splitlines()[0]
+        lines = str(error).strip().splitlines()
+        # without the place in gloo's source, and its advice
+        text = re.sub(r"^\[[^\]]*\] ", "", lines[0] if lines else "").split(". This is")[0]
         late = "timed out" in text.lower()
         why = f"within {timeout:g} s" if late else f"(the connection is gone: {text})"
         raise TransportError(f"{what} {why}") from error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 
 from thinwire.network.transport import Handle, Parts, Transport, TransportError
 
@@ -34,10 +34,12 @@ class MemoryTransport(Transport):
         return self._endpoints[address]
 
     def post_receive(self, source: int, channel: int, max_bytes: int) -> Handle:
-        return Handle(source, channel, max_bytes)
+        box = self._hub.box(source, self.address, channel)
+        return _MemoryHandle(source, channel, max_bytes, box, next(box.posted))
 
     def wait(self, handle: Handle, timeout: float) -> memoryview:
-        message = self._hub.get((handle.source, self.address, handle.channel), timeout)
+        assert isinstance(handle, _MemoryHandle)
+        message = self._hub.take(handle.box, handle.number, timeout)
         if message is None:
             raise TransportError(f"nothing arrived from {handle.source} within {timeout:g} s")
         if len(message) > handle.max_bytes:
@@ -48,26 +50,41 @@ class MemoryTransport(Transport):
         return memoryview(message)
 
     def _send(self, target: int, channel: int, parts: Parts) -> None:
-        self._hub.put((self.address, target, channel), bytearray().join(parts))
+        self._hub.put(self._hub.box(self.address, target, channel), bytearray().join(parts))
+
+
+class _Box:
+    """The messages of one channel that have not been taken: the n-th is for the n-th receive."""
+
+    def __init__(self) -> None:
+        self.sent, self.posted = itertools.count(), itertools.count()
+        self.messages: dict[int, bytearray] = {}
+
+
+class _MemoryHandle(Handle):
+    def __init__(self, source: int, channel: int, max_bytes: int, box: _Box, number: int) -> None:
+        super().__init__(source, channel, max_bytes)
+        self.box, self.number = box, number
 
 
 class _Hub:
     """The mail boxes of one process."""
 
     def __init__(self) -> None:
-        self._boxes: dict[tuple[int, int, int], deque[bytearray]] = defaultdict(deque)
+        self._boxes: dict[tuple[int, int, int], _Box] = defaultdict(_Box)
         self._changed = threading.Condition()
 
-    def put(self, address: tuple[int, int, int], message: bytearray) -> None:
+    def box(self, source: int, target: int, channel: int) -> _Box:
         with self._changed:
-            self._boxes[address].append(message)
+            return self._boxes[source, target, channel]
+
+    def put(self, box: _Box, message: bytearray) -> None:
+        with self._changed:
+            box.messages[next(box.sent)] = message
             self._changed.notify_all()
 
-    def get(self, address: tuple[int, int, int], timeout: float) -> bytearray | None:
-        end = time.monotonic() + timeout
+    def take(self, box: _Box, number: int, timeout: float) -> bytearray | None:
         with self._changed:
-            while not self._boxes[address]:
-                left = end - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    return None
-            return self._boxes[address].popleft()
+            if self._changed.wait_for(lambda: number in box.messages, timeout):
+                return box.messages.pop(number)
+        return None

@@ -94,6 +94,9 @@ class Transport(ABC):
 
     def drain(self, timeout: float) -> None:
         """Give messages under way up to ``timeout`` seconds, before this process gives up."""
+        if self._sender is not None:
+            with contextlib.suppress(TransportError):
+                self._sender.join(timeout)
 
     def flush(self, timeout: float) -> None:
         """Wait until all sends have been taken and free their buffers.
@@ -146,8 +149,10 @@ class _SenderThread:
         self._thread.join(timeout=5)
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise TransportError(f"a message could not be sent: {self._error}") from self._error
+        # once: what is sent after that, such as the reason for giving up, still goes out
+        error, self._error = self._error, None
+        if error is not None:
+            raise TransportError(f"a message could not be sent: {error}") from error
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -1,73 +1,14 @@
-"""What the ranks of a pipeline check before they trust each other with a step."""
+"""What the ranks of a pipeline tell each other of a step before it, and of a failure after."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.edge import Boundary, MicroBatch
+from thinwire.edge import Boundary, MicroBatch, StepPlan
 from thinwire.errors import LinkError, NonFiniteError
-
-
-def group_ranks(group: Any) -> list[int]:
-    """The global ranks of a process group (None: the default group), in order."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
-def describe(boundaries: Sequence[Boundary]) -> list[dict[str, Any]]:
-    """Boundary tensors as JSON values."""
-    return [
-        {"shape": list(b.shape), "dtype": str(b.dtype), "requires_grad": b.requires_grad}
-        for b in boundaries
-    ]
-
-
-def digest(parameter: nn.Parameter) -> int:
-    """A hash of a parameter's bytes."""
-    data = parameter.detach().cpu().contiguous().view(-1)
-    return xxhash.xxh3_64_intdigest(data.numpy().data.cast("B"))
-
-
-def check_agreement(found: list[dict[str, Any]], num_stages: int) -> dict[int, Any]:
-    """Compare what all ranks said at set-up; returns (inputs, outputs) by stage.
-
-    Raises the same ValueError on every rank if they differ, or if stages do not fit together.
-    """
-    for rank, other in enumerate(found):
-        for key in ("microbatches", "plan"):
-            if json.dumps(other[key]) != json.dumps(found[0][key]):
-                raise ValueError(
-                    f"rank {rank} has {key} {other[key]}, rank 0 {found[0][key]}: "
-                    "all ranks need the same"
-                )
-    stages = {int(k): v for other in found for k, v in other["stages"].items()}
-    for index in range(num_stages):
-        if index not in stages:
-            raise ValueError(f"no rank holds stage {index} of {num_stages}")
-    for edge in range(num_stages - 1):
-        _check_boundary(edge, stages[edge][1], stages[edge + 1][0])
-    return stages
-
-
-def _check_boundary(edge: int, outputs: list[Any], inputs: list[Any]) -> None:
-    """The outputs of one stage are the inputs of the next; float dtypes may differ."""
-    where = f"stage {edge} to stage {edge + 1}"
-    if len(outputs) != len(inputs):
-        raise ValueError(
-            f"{where}: output_args has {len(outputs)} tensors, input_args {len(inputs)}"
-        )
-    for index, (out, into) in enumerate(zip(outputs, inputs, strict=True)):
-        for key in ("shape", "requires_grad"):
-            if out[key] != into[key]:
-                raise ValueError(
-                    f"{where}, tensor {index}: output_args has {key} {out[key]}, "
-                    f"input_args {into[key]}"
-                )
 
 
 def input_error(
@@ -81,7 +22,8 @@ def input_error(
     """What is wrong with the inputs of the first stage, in one line; None if nothing is."""
     if len(inputs) != len(boundaries):
         return f"the first stage takes {len(boundaries)} inputs, {len(inputs)} were given"
-    rows = inputs[0].shape[0] if inputs[0].dim() else 0
+    sizes = list(inputs[0].shape)
+    rows = sizes[0] if sizes else 0
     if rows < n_microbatches:
         return (
             f"a batch of {rows} rows cannot fill {n_microbatches} micro-batches; "
@@ -101,11 +43,44 @@ def input_error(
                 f"not {values.dtype} of shape {tuple(values.shape)}"
             )
     if lengths is not None:
-        longest = inputs[0].shape[1] if inputs[0].dim() > 1 else 1
+        longest = sizes[1] if len(sizes) > 1 else 1
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > longest:
             return f"lengths must be within 0 … {longest}, found {low} … {high}"
     return None
+
+
+def header(
+    train: bool,
+    codec: bool,
+    inputs: Sequence[Tensor],
+    sample_ids: Tensor | None,
+    lengths: Tensor | None,
+    error: str | None,
+) -> dict[str, Any]:
+    """What the first stage's rank tells the others of a step, as JSON values."""
+    shape = list(inputs[0].shape) if inputs else []
+    return {
+        "error": error,
+        "train": train,
+        "codec": codec,
+        "rows": shape[0] if shape else 0,
+        "seq_len": shape[1] if len(shape) > 1 else None,
+        "ids": None if sample_ids is None or error else sample_ids.tolist(),
+        "lengths": None if lengths is None or error else lengths.tolist(),
+    }
+
+
+def step_plan(header: dict[str, Any], step: int, n_microbatches: int, seed: int) -> StepPlan:
+    """The plan that follows from a header."""
+    return StepPlan(
+        step,
+        header["train"],
+        split_rows(header["rows"], header["ids"], header["lengths"], n_microbatches),
+        header["seq_len"],
+        header["codec"],
+        seed,
+    )
 
 
 def split_rows(

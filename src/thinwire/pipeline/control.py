@@ -31,7 +31,6 @@ class Control:
         rank: int,
         addresses: Sequence[int],
         channel: int,
-        max_header: int,
     ) -> None:
         self.transport, self.rank, self.addresses = transport, rank, list(addresses)
         self.deadline = 60.0
@@ -39,13 +38,17 @@ class Control:
         self.run = 0
         self._channel = channel
         self._sequence = dict.fromkeys((_INIT, _HEADER, _RESULT), 0)
-        self._max = {_INIT: 1 << 20, _HEADER: max(max_header, _SMALL), _RESULT: _SMALL}
+        self._max = {_INIT: 1 << 20, _HEADER: _SMALL, _RESULT: _SMALL}
         self._posted: dict[tuple[int, int], Handle] = {}
 
     @property
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [r for r in range(len(self.addresses)) if r != self.rank]
+
+    def allow_header(self, rows: int) -> None:
+        """Make room for the header of a step of ``rows`` rows: their ids and lengths as digits."""
+        self._max[_HEADER] = _SMALL + 64 * rows
 
     # What the ranks tell each other.
 
@@ -72,21 +75,18 @@ class Control:
             self._post(_HEADER, root)
         return value
 
-    def exchange_tensor(self, x: torch.Tensor, owners: Sequence[int], slot: int) -> list[torch.Tensor]:
+    def exchange_tensor(
+        self, x: torch.Tensor, owners: Sequence[int], slot: int
+    ) -> list[torch.Tensor]:
         """Every owner's float32 tensor of one shape, in owner order; this rank is an owner."""
         step = self._sequence[_RESULT]
         place = self._place(3 + slot, step)
-        channel = self._channel + 3 + slot
         size = frame.MIN_BYTES + frame.MAX_ENTRY_BYTES + 4 * x.numel() + _SMALL
-        handles = {
-            r: self.transport.post_receive(self.addresses[r], channel, size)
-            for r in owners
-            if r != self.rank
-        }
+        handles = {r: self._receive_from(r, 3 + slot, size) for r in owners if r != self.rank}
         payload = x.detach().contiguous().view(-1).view(torch.uint8).cpu()
         section = Section(Kind.VALUE, "raw", x.dtype, tuple(x.shape), payload)
         for r in handles:
-            self._transmit(place, section, self.addresses[r], channel, x.numel())
+            self._transmit(place, section, r, 3 + slot, x.numel())
         found = []
         for r in owners:
             if r == self.rank:
@@ -94,7 +94,9 @@ class Control:
                 continue
             (got,) = self._parse(handles[r], place, r)
             if got.shape != tuple(x.shape) or got.dtype != x.dtype:
-                raise LinkError(f"rank {r} sent a tied gradient of shape {got.shape}, not {x.shape}")
+                raise LinkError(
+                    f"rank {r} sent a tied gradient of shape {got.shape}, not {x.shape}"
+                )
             found.append(got.payload.view(x.dtype).view(x.shape).to(x.device))
         return found
 
@@ -115,8 +117,9 @@ class Control:
             self._post(sub, other)
         for other in self.others:
             self._send(sub, other, value)
-        values = [value if r == self.rank else self._receive(sub, r) for r in
-                  range(len(self.addresses))]
+        values = [
+            value if r == self.rank else self._receive(sub, r) for r in range(len(self.addresses))
+        ]
         self._sequence[sub] += 1
         return values
 
@@ -125,24 +128,37 @@ class Control:
 
     def _post(self, sub: int, source: int) -> None:
         if (sub, source) not in self._posted:
-            self._posted[sub, source] = self.transport.post_receive(
-                self.addresses[source], self._channel + sub, self._max[sub]
-            )
+            self._posted[sub, source] = self._receive_from(source, sub, self._max[sub])
 
     def _send(self, sub: int, target: int, value: Any) -> None:
         text = json.dumps(value, separators=(",", ":")).encode()
-        section = Section(Kind.CONTROL, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        section = Section(
+            Kind.CONTROL, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        )
         place = self._place(sub, self._sequence[sub])
         size = frame.nbytes([section])
         if size > self._max[sub]:
             raise LinkError(f"a control message of {size} bytes; at most {self._max[sub]} are read")
-        self._transmit(place, section, self.addresses[target], self._channel + sub, 0)
+        self._transmit(place, section, target, sub, 0)
 
-    def _transmit(
-        self, place: Place, section: Section, address: int, channel: int, values: int
-    ) -> None:
+    def _transmit(self, place: Place, section: Section, target: int, sub: int, values: int) -> None:
         self.counters.count([section], frame.nbytes([section]), [values], True)
-        self.transport.send(address, channel, frame.build(place, [section]))
+        parts = frame.build(place, [section])
+        try:
+            self.transport.send(self.addresses[target], self._channel + sub, parts)
+        except TransportError as error:
+            raise self._error("to", target, error) from error
+
+    def _receive_from(self, source: int, sub: int, max_bytes: int) -> Handle:
+        try:
+            return self.transport.post_receive(
+                self.addresses[source], self._channel + sub, max_bytes
+            )
+        except TransportError as error:
+            raise self._error("from", source, error) from error
+
+    def _error(self, way: str, other: int, why: Exception) -> LinkError:
+        return LinkError(f"rank {self.rank}: no control message {way} rank {other}: {why}")
 
     def _receive(self, sub: int, source: int) -> Any:
         self._post(sub, source)
@@ -164,8 +180,5 @@ class Control:
             if found != place or len(sections) != 1:
                 raise FrameError(f"a frame for {found} arrived where {place} was expected")
         except (TransportError, FrameError) as error:
-            raise LinkError(
-                f"rank {self.rank}: no control message from rank {source}: {error}"
-            ) from error
+            raise self._error("from", source, error) from error
         return sections
-

@@ -125,7 +125,9 @@ def build_schedule(
     expected = stages_of_rank(name, first.group_rank, first.group_size, first.num_stages)
     found = [s.stage_index for s in stages]
     if found != expected:
-        raise ValueError(f"{name}: rank {first.group_rank} should hold stages {expected}, not {found}")
+        raise ValueError(
+            f"{name}: rank {first.group_rank} should hold stages {expected}, not {found}"
+        )
     check_microbatches(name, first.num_stages, first.group_size, n_microbatches)
     check_modules(name, [s.submod for s in stages])
     target: Any = stages[0] if name in SINGLE else stages

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,26 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.counters import LinkCounters, Timers, sum_reports
-from thinwire.edge import Boundary, EdgeEnd, LinkReceiver, LinkSender, Names, StepPlan
+from thinwire.edge import StepPlan
 from thinwire.errors import LinkError, NonFiniteError, PeerAborted
-from thinwire.frame import Direction, Place
+from thinwire.frame import Direction
 from thinwire.network import GlooTransport, Transport
 from thinwire.pipeline import engine
-from thinwire.pipeline.agreement import (
-    check_agreement,
-    describe,
-    digest,
-    group_ranks,
-    input_error,
-    origin_of,
-    split_rows,
-)
+from thinwire.pipeline.agreement import header, input_error, origin_of, step_plan
+from thinwire.pipeline.assembly import CHANNELS_A_LINK, Connector, Tie, compare, group_ranks
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.plan import Plan
 from thinwire.pipeline.stage import PipelineStage
 
-_CHANNELS_A_LINK = 1 << 16
 _DRAIN_SECONDS = 1.0
 
 
@@ -109,9 +100,9 @@ class Pipeline:
         first = self.stages[0]
         engine.check_microbatches(name, first.num_stages, first.group_size, self.n_microbatches)
         engine.check_modules(name, [s.submod for s in self.stages])
-        self.num_stages = first.num_stages
         self.rank: int = first.group_rank
-        self._rank_of: dict[int, int] = dict(first.stage_index_to_group_rank)
+        rank_of: dict[int, int] = dict(first.stage_index_to_group_rank)
+        self._root = rank_of[0]
         self.transport = transport or GlooTransport(ranks=group_ranks(first.group))
         self.timers = Timers()
         self._first = next((s for s in self.stages if s.is_first), None)
@@ -120,126 +111,30 @@ class Pipeline:
         self._failed: str | None = None
         self._step = 0
         self._mode: bool | None = None  # training, evaluation, or nothing yet
-        self._control = self._make_control()
+        self._control = Control(
+            self.transport,
+            self.rank,
+            [0] if self.transport.in_process else range(first.group_size),
+            2 * first.num_stages * CHANNELS_A_LINK,
+        )
         self._control.deadline = first_deadline
-        self._check_together(tied or {})
-        self._needs_keys = False
-        self._connect(window, first_deadline)
+        self._setup = compare(
+            self._control, self.stages, self.plan, self.n_microbatches, tied or {}
+        )
+        self._control.allow_header(self._setup.max_rows * self.n_microbatches)
+        schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
+        self._needs_keys = any(s.needs_keys for pair in schemes if pair for s in pair)
+        connector = Connector(
+            self.transport, self.plan, rank_of, self._control.run, self.timers, window
+        )
+        self._ends = connector.connect(self.stages)
+        for end in self._ends:
+            end.incoming.deadline = first_deadline
         self._quiet = (
             {"return_outputs": False}
             if "return_outputs" in inspect.signature(schedule.step).parameters
             else {}
         )
-
-    # Set-up.
-
-    def _address(self, stage: int) -> int:
-        return stage if self.transport.in_process else self._rank_of[stage]
-
-    def _make_control(self) -> Control:
-        first = self.stages[0]
-        declared = self._first.inputs[0].shape if self._first else ()
-        rows = (declared[0] if declared else 1) * self.n_microbatches
-        return Control(
-            self.transport,
-            self.rank,
-            range(first.group_size) if not self.transport.in_process else [0],
-            2 * self.num_stages * _CHANNELS_A_LINK,
-            max_header=0 if self._first else 64 * max(rows, 1 << 14),
-        )
-
-    def _check_together(self, tied: Mapping[str, nn.Parameter]) -> None:
-        """Compare what the ranks were given; agree on run number and owners of tied parameters."""
-        mine = {
-            "run": int.from_bytes(os.urandom(8), "little"),
-            "plan": [self.plan.forward, self.plan.backward, sorted(self.plan.edges.items())],
-            "microbatches": self.n_microbatches,
-            "stages": {
-                str(s.stage_index): [describe(s.inputs), describe(s.outputs)] for s in self.stages
-            },
-            "tied": {n: [list(p.shape), digest(p)] for n, p in tied.items()},
-        }
-        found = self._control.gather_setup(mine)
-        self._control.run = found[0]["run"]
-        stages = check_agreement(found, self.num_stages)
-        declared = stages[0][0][0]["shape"]
-        self._max_rows = declared[0] if declared else 1
-        self._max_len = declared[1] if len(declared) > 1 else None
-        for stage in self.stages:
-            stage.inputs = [self._place_boundary(b) for b in stage.inputs]
-            stage.outputs = [self._place_boundary(b) for b in stage.outputs]
-        self._tied: list[tuple[int, list[int], nn.Parameter]] = []
-        for slot, tied_name in enumerate(sorted({n for other in found for n in other["tied"]})):
-            owners = [r for r, other in enumerate(found) if tied_name in other["tied"]]
-            copies = [found[r]["tied"][tied_name] for r in owners]
-            if any(c != copies[0] for c in copies):
-                raise ValueError(f"the copies of tied parameter {tied_name!r} are not equal")
-            if tied_name in tied:
-                self._tied.append((slot, owners, tied[tied_name]))
-
-    def _place_boundary(self, boundary: Boundary) -> Boundary:
-        """Mark which dimensions of a boundary tensor vary with rows and sequence length."""
-        shape = boundary.shape
-        wide = len(shape) >= (3 if boundary.dtype.is_floating_point else 2)
-        return dataclasses.replace(
-            boundary,
-            batched=bool(shape) and shape[0] == self._max_rows,
-            sequence=wide and shape[1] == self._max_len,
-        )
-
-    def _connect(self, window: int, deadline: float) -> None:
-        """Give the stages their edges to neighbours that are reached over the transport."""
-        ends: dict[tuple[int, int], EdgeEnd] = {}
-        local = {s.stage_index for s in self.stages}
-        for stage in self.stages:
-            for neighbour in (stage.stage_index - 1, stage.stage_index + 1):
-                if not 0 <= neighbour < self.num_stages:
-                    continue
-                schemes = self.plan.schemes(min(stage.stage_index, neighbour))
-                here = neighbour in local
-                self._needs_keys |= schemes is not None and any(x.needs_keys for x in schemes)
-                if schemes is None or (here and not self.transport.in_process):
-                    continue
-                end = self._edge_end(stage, neighbour, schemes)
-                end.incoming.window, end.incoming.deadline = window, deadline
-                ends[stage.stage_index, neighbour] = end
-                if neighbour < stage.stage_index:
-                    stage.previous = end
-                else:
-                    stage.next = end
-        if self.transport.in_process:
-            for (a, b), end in ends.items():
-                end.peer = ends[b, a]
-        self._ends = list(ends.values())
-
-    def _edge_end(
-        self, stage: PipelineStage, neighbour: int, schemes: tuple[Any, Any]
-    ) -> EdgeEnd:
-        edge = min(stage.stage_index, neighbour)
-        downstream = neighbour > stage.stage_index
-        names = Names(self._name(stage.stage_index), self._name(neighbour))
-        boundaries = stage.outputs if downstream else stage.inputs
-        transport = self.transport.endpoint(self._address(stage.stage_index))
-
-        def link(kind: type[Any], direction: Direction) -> Any:
-            return kind(
-                transport,
-                self._address(neighbour),
-                Place(self._control.run, 0, 0, edge, direction),
-                (2 * edge + int(direction)) * _CHANNELS_A_LINK,
-                schemes[int(direction)],
-                boundaries,
-                self.timers,
-                names,
-                stage.device,
-            )
-
-        out = Direction.FORWARD if downstream else Direction.BACKWARD
-        back = Direction.BACKWARD if downstream else Direction.FORWARD
-        return EdgeEnd(link(LinkSender, out), link(LinkReceiver, back))
-
-    def _name(self, stage: int) -> str:
-        return f"stage {stage} (rank {self._rank_of[stage]})"
 
     # Steps.
 
@@ -266,12 +161,11 @@ class Pipeline:
         plan = self._agree(True, True, inputs, target, sample_ids, lengths)
         with self._failing_together():
             losses = self._run(plan, inputs, target)
-            for slot, owners, parameter in self._tied:
-                self._sum_tied(slot, owners, parameter)
+            for tie in self._setup.ties:
+                self._sum_tied(tie)
             mean = isinstance(self._loss, TokenLoss) or not losses
             loss = math.fsum(losses) / (1 if mean else len(losses))
-            result = self._finish(loss, self._tokens(target))
-        return result
+            return self._finish(loss, self._tokens(target))
 
     def eval(
         self,
@@ -303,9 +197,7 @@ class Pipeline:
         counts = self._last is not None and isinstance(self._loss, TokenLoss)
         return self._loss.tokens(target) if counts else 0
 
-    def _run(
-        self, plan: StepPlan, inputs: Sequence[Tensor], target: Tensor | None
-    ) -> list[float]:
+    def _run(self, plan: StepPlan, inputs: Sequence[Tensor], target: Tensor | None) -> list[float]:
         """Run the schedule; the micro-batches' losses, where the last stage is."""
         if isinstance(self._loss, TokenLoss) and target is not None:
             self._loss.count = self._loss.tokens(target) if plan.train else 1
@@ -320,10 +212,11 @@ class Pipeline:
         run(*(inputs if self._first is not None else ()), **arguments)
         return [float(loss) for loss in losses]
 
-    def _sum_tied(self, slot: int, owners: list[int], parameter: nn.Parameter) -> None:
+    def _sum_tied(self, tie: Tie) -> None:
+        parameter = tie.parameter
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         total: Tensor | None = None
-        for part in self._control.exchange_tensor(grad, owners, slot):
+        for part in self._control.exchange_tensor(grad, tie.owners, tie.slot):
             total = part.clone() if total is None else total + part
         parameter.grad = total
 
@@ -362,7 +255,8 @@ class Pipeline:
 
     def _square_norm(self) -> float:
         """Sum of squares of this rank's gradients in float64; a tied one counts at one owner."""
-        counted_elsewhere = {id(p) for _, owners, p in self._tied if owners[0] != self.rank}
+        ties = self._setup.ties
+        counted_elsewhere = {id(t.parameter) for t in ties if t.owners[0] != self.rank}
         total = 0.0
         for parameter in self._parameters():
             if parameter.grad is not None and id(parameter) not in counted_elsewhere:
@@ -384,18 +278,25 @@ class Pipeline:
         """The step's plan, the same on all ranks, or the same ValueError."""
         if self._failed is not None:
             raise LinkError(f"this pipeline has given up: {self._failed}")
-        header = None
+        announced = None
         if self._first is not None:
-            header = self._header(train, codec, inputs, sample_ids, lengths)
-        try:
-            header = self._control.broadcast_header(header, root=self._rank_of[0])
-        except PeerAborted as error:
-            self._failed = str(error)
-            raise
+            error = input_error(
+                self._first.inputs,
+                self._setup.max_rows,
+                self.n_microbatches,
+                inputs,
+                sample_ids,
+                lengths,
+            )
+            if error is None and train and sample_ids is None and self._needs_keys:
+                error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
+            announced = header(train, codec, inputs, sample_ids, lengths, error)
+        with self._failing_together():
+            announced = self._control.broadcast_header(announced, root=self._root)
         self._step += 1
-        if header["error"]:
-            raise ValueError(header["error"])
-        mine = self._mismatch(header, train, target, sample_ids)
+        if announced["error"]:
+            raise ValueError(announced["error"])
+        mine = self._mismatch(announced, train, target, sample_ids)
         if self._mode != train:
             # torch's own set-up messages come next: make sure that all ranks will take part
             with self._failing_together():
@@ -404,42 +305,13 @@ class Pipeline:
             if mine:
                 raise ValueError(mine)
             self._mode = train
+        plan = step_plan(announced, self._step, self.n_microbatches, self.seed)
         if mine:
             with self._failing_together():
+                for end in self._ends:
+                    end.outgoing.begin_step(plan)  # so that each receiver is told
                 raise ValueError(mine)
-        return StepPlan(
-            self._step,
-            train,
-            split_rows(header["rows"], header["ids"], header["lengths"], self.n_microbatches),
-            header["seq_len"],
-            header["codec"],
-            self.seed,
-        )
-
-    def _header(
-        self,
-        train: bool,
-        codec: bool,
-        inputs: Sequence[Tensor],
-        sample_ids: Tensor | None,
-        lengths: Tensor | None,
-    ) -> dict[str, Any]:
-        assert self._first is not None
-        error = input_error(
-            self._first.inputs, self._max_rows, self.n_microbatches, inputs, sample_ids, lengths
-        )
-        if error is None and train and sample_ids is None and self._needs_keys:
-            error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
-        shape = inputs[0].shape if inputs else ()
-        return {
-            "error": error,
-            "train": train,
-            "codec": codec,
-            "rows": int(shape[0]) if len(shape) else 0,
-            "seq_len": int(shape[1]) if len(shape) > 1 else None,
-            "ids": None if sample_ids is None or error else sample_ids.tolist(),
-            "lengths": None if lengths is None or error else lengths.tolist(),
-        }
+        return plan
 
     def _mismatch(
         self,
@@ -450,7 +322,9 @@ class Pipeline:
     ) -> str | None:
         """Why this rank cannot take part in the step that the first stage announced."""
         if header["train"] != train:
-            return f"rank {self.rank} was called for another kind of step than the first stage's rank"
+            return (
+                f"rank {self.rank} was called for another kind of step than the first stage's rank"
+            )
         if sample_ids is not None and header["ids"] not in (None, sample_ids.tolist()):
             return f"rank {self.rank} was given other sample_ids than the first stage's rank"
         if self._last is not None and engine.loss_of(self.schedule) is not None:
@@ -511,7 +385,9 @@ class Pipeline:
             for link in (end.outgoing, end.incoming):
                 for index, state in link.states.items():
                     role = "sender" if link is end.outgoing else "receiver"
-                    key = f"edge {link.place.edge} {link.place.direction.name.lower()} {index} {role}"
+                    key = (
+                        f"edge {link.place.edge} {link.place.direction.name.lower()} {index} {role}"
+                    )
                     digests[key] = state.digest()
         return digests
 

@@ -63,6 +63,7 @@ class PipelineStage(pipelining.PipelineStage):
         self.previous: EdgeEnd | None = None
         self.next: EdgeEnd | None = None
         self.timers = Timers()
+        self._whole: set[int] = set()  # micro-batches whose weight gradients are done already
 
     # What the schedule asks for: no operations of its own where an edge is ours.
 
@@ -90,7 +91,8 @@ class PipelineStage(pipelining.PipelineStage):
         if self.previous is None:
             return super().get_bwd_send_ops(bwd_chunk_id)
         if self.has_backward:
-            self.previous.outgoing.send(bwd_chunk_id, self.get_local_bwd_output(bwd_chunk_id))
+            gradients = self.get_local_bwd_output(bwd_chunk_id)  # type: ignore[no-untyped-call]
+            self.previous.outgoing.send(bwd_chunk_id, gradients)
         return []
 
     # Both neighbours in one process, joined by the memory transport: the schedule hands values
@@ -129,11 +131,20 @@ class PipelineStage(pipelining.PipelineStage):
                 for boundary, output, grad in zip(self.outputs, outputs, received, strict=True)
             )
             super().set_local_bwd_input(grads, bwd_chunk_id)
+        if self.has_backward and not kwargs.get("full_backward", True) and not self.is_first:
+            outputs, _ = self.fwd_cache[bwd_chunk_id]
+            if _uses_a_parameter_twice(outputs):
+                # torch's split backward would walk a shared weight's graph twice, and fail
+                kwargs["full_backward"] = True
+                self._whole.add(bwd_chunk_id)
         start = time.perf_counter()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.timers.compute_s += time.perf_counter() - start
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+            return
         start = time.perf_counter()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.timers.compute_s += time.perf_counter() - start
@@ -145,6 +156,24 @@ def _tuple(tensors: Any) -> tuple[Tensor, ...]:
 
 def _boundaries(tensors: Sequence[Tensor]) -> list[Boundary]:
     return [
-        Boundary(index, tuple(t.shape), t.dtype, t.requires_grad)
-        for index, t in enumerate(tensors)
+        Boundary(index, tuple(t.shape), t.dtype, t.requires_grad) for index, t in enumerate(tensors)
     ]
+
+
+def _uses_a_parameter_twice(outputs: Sequence[Tensor]) -> bool:
+    """Whether a leaf of the outputs' autograd graph is reached on more than one edge."""
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen: set[Any] = set(stack)
+    leaves: set[Any] = set()
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None:
+                continue
+            if isinstance(getattr(node, "variable", None), nn.Parameter):
+                if node in leaves:
+                    return True
+                leaves.add(node)
+            elif node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return False

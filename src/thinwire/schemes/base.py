@@ -39,48 +39,38 @@ class Visit:
         return self.lengths if self.padded else None
 
 
-class Sender(ABC):
-    """One tensor's sending end."""
+class End(ABC):  # noqa: B024  its two roles are abstract
+    """One tensor's state at one end of a link; this one has none."""
 
-    def begin_step(self, visits: Sequence[Visit]) -> None:
+    def begin_step(self, visits: Sequence[Visit]) -> None:  # noqa: B027  stateless by default
         """Called with the visits of all micro-batches of a training step, at both ends alike."""
+
+    def digest(self) -> int:
+        """A hash of the shared state, equal to the other end's."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  as above
+        """Restore ``state_dict``'s result."""
+
+
+class Sender(End):
+    """One tensor's sending end."""
 
     @abstractmethod
     def encode(self, x: Tensor, microbatch: int, visit: Visit) -> list[Section]:
         """Sections for ``x`` [rows, …]; raises NonFiniteError with all state untouched."""
 
-    def digest(self) -> int:
-        """A hash of the shared state, equal to the receiver's."""
-        return 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as plain tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state_dict``'s result."""
-
-
-class Receiver(ABC):
+class Receiver(End):
     """One tensor's receiving end."""
-
-    def begin_step(self, visits: Sequence[Visit]) -> None:
-        """Called with the visits of all micro-batches of a training step, at both ends alike."""
 
     @abstractmethod
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         """The tensor behind the sections of one tensor; raises FrameError if they do not fit."""
-
-    def digest(self) -> int:
-        """A hash of the shared state, equal to the sender's."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as plain tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state_dict``'s result."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,9 @@ from thinwire.spec import register
 from thinwire.store import MemoryStore, plan_step
 from thinwire.store import Visit as Mode
 
+#: Not float32: the first epoch would otherwise bound the speed-up of the whole run.
+FIRST_VISIT = codec("int8")
+
 
 @register("scheme", "delta")
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Delta(Scheme):
     needs_keys: ClassVar[bool] = True
 
     change: Codec
-    first: Codec = codec("int8")
+    first: Codec = FIRST_VISIT
 
     def sender(self) -> Sender:
         return _DeltaSender(self)
@@ -164,8 +167,9 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             for n, rows, payload in _split(section, coder, visit):
                 y = coder.decode(payload, (len(rows), n), torch.float32, len(rows))
                 decoded.append((section.kind, n, rows, y))
-        result = torch.zeros((len(keys), _width(shape)), dtype=torch.float32,
-                             device=sections[0].payload.device)
+        result = torch.zeros(
+            (len(keys), _width(shape)), dtype=torch.float32, device=sections[0].payload.device
+        )
         for kind, n, rows, y in decoded:
             result[rows, :n] = self.apply(kind, [keys[r] for r in rows], y)
         return result.view(shape).to(sections[0].dtype)
@@ -178,7 +182,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             there = [keys[r] for r in rows]
             if section.codec != str(self.scheme.codec_of(section.kind)):
                 raise FrameError(
-                    f"{section.kind.name} coded as {section.codec!r}, this end expects {self.scheme}"
+                    f"{section.kind.name} coded as {section.codec!r}; this end has {self.scheme}"
                 )
             if section.kind == Kind.VALUE:
                 continue

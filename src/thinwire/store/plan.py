@@ -1,4 +1,4 @@
-"""Which samples of a step are seen for the first time: one pure function, run alike at both ends."""
+"""Which samples of a step are seen for the first time: a pure function, run alike at both ends."""
 
 from __future__ import annotations
 

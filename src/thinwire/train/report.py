@@ -164,10 +164,20 @@ def link_table(links: list[dict[str, Any]]) -> Table:
             f"{ratio / 2:.2f}",
         )
         for kind, part in link["kinds"].items():
-            bits = 8 * part["payload_bytes"] / part["values"] if part["values"] else 0.0
-            row = [f"{part['messages']:,}", f"{part['payload_bytes'] / 1e6:.2f}", ""]
-            ratios = [f"{32 / bits:.2f}", f"{16 / bits:.2f}"] if bits else ["", ""]
-            table.add_row("", "", kind, *row, f"{bits:.2f}", "", *ratios, style="dim")
+            bits = 8 * (part["payload_bytes"] + part["header_bytes"]) / part["values"]
+            table.add_row(
+                "",
+                "",
+                kind,
+                f"{part['messages']:,}",
+                f"{part['payload_bytes'] / 1e6:.2f}",
+                f"{part['header_bytes'] / 1e6:.3f}",
+                f"{bits:.2f}",
+                "",
+                f"{32 / bits:.2f}",
+                f"{16 / bits:.2f}",
+                style="dim",
+            )
     return table
 
 

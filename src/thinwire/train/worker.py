@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -122,6 +123,8 @@ def _end_with_parent() -> None:
 
 def _run(config: Config, folder: Path, start: Start) -> None:
     """Join the others, check that all start from the same, and do one run or the compared ones."""
+    # on any error torch logs the whole schedule, page after page; the error itself says more
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     torch.set_num_threads(max(1, _cores() // start.local_world_size))
     place = Place(start.rank, start.world_size, _device(config.device, start.local_rank))
     text = data.load(config.data, config.model.context)

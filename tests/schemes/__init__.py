@@ -1,0 +1,1 @@
+"""Tests of the schemes: both ends, in one process and in two."""
