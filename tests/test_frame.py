@@ -443,7 +443,7 @@ def test_a_frame_can_be_read_by_hand_from_its_description() -> None:
     assert struct.unpack_from("<QII", data, at + 39) == (0xABCDEF, 4, 70000)
 
     at += 55
-    assert struct.unpack_from("<BBBBIQ", data, at) == (0, 0, 8, 1, 0xFFFFFFFF, 8)
+    assert struct.unpack_from("<BBBBIQ", data, at) == (0, 0, 7, 1, 0xFFFFFFFF, 8)
     assert data[at + 16 : at + 20] == b"\x03raw"
     assert struct.unpack_from("<Q", data, at + 20) == (2,)
 

@@ -114,6 +114,7 @@ class _Link:
         self.timers, self.names, self.device = timers, names, device
         self.plan = StepPlan(0, False, ())
         self.states: Mapping[int, Sender | Receiver] = {}
+        self._visits: dict[tuple[int, int, tuple[int, ...]], Visit] = {}
         self.what = "activation" if place.direction == Direction.FORWARD else "gradient"
 
     def place_of(self, microbatch: int) -> Place:
@@ -126,6 +127,7 @@ class _Link:
     def begin_step(self, plan: StepPlan) -> None:
         """Take the step's plan; in training, the states learn what will be sent."""
         self.plan = plan
+        self._visits.clear()
         if not plan.train:
             return
         for boundary in self.boundaries:
@@ -136,17 +138,26 @@ class _Link:
                 ]
                 self.states[boundary.index].begin_step(visits)
 
-    def visit(self, boundary: Boundary, microbatch: int, shape: Sequence[int]) -> Visit:
+    def visit(self, boundary: Boundary, microbatch: int, shape: tuple[int, ...]) -> Visit:
         """The codec's view of a coded tensor of this shape."""
+        known = (boundary.index, microbatch, shape)
+        if known not in self._visits:
+            self._visits[known] = self._make_visit(boundary, microbatch, shape)
+        return self._visits[known]
+
+    def _make_visit(self, boundary: Boundary, microbatch: int, shape: tuple[int, ...]) -> Visit:
         mb = self.plan.microbatches[microbatch]
         width = math.prod(shape[1:])
         lengths, padded = (width,) * mb.rows, False
         if mb.lengths is not None and boundary.sequence and shape[1] > 0:
             lengths = tuple(min(n, shape[1]) * (width // shape[1]) for n in mb.lengths)
             padded = any(n != width for n in lengths)
-        keys = mb.keys if mb.keys is not None else tuple(range(mb.rows))
-        seeds = [_seed(self.plan, self.place, boundary.index, key) for key in keys]
-        return Visit(mb.keys, lengths, torch.tensor(seeds, dtype=torch.int64), padded)
+        seeds = torch.zeros(mb.rows, dtype=torch.int64)
+        if self.scheme.stochastic:
+            keys = mb.keys or [f"{microbatch}.{row}" for row in range(mb.rows)]
+            drawn = [_seed(self.plan, self.place, boundary.index, key) for key in keys]
+            seeds = torch.tensor(drawn, dtype=torch.int64)
+        return Visit(mb.keys, lengths, seeds, padded)
 
     def active_scheme(self) -> Scheme:
         """The scheme of this step: its stateless part in evaluation, raw where exact is asked."""
@@ -161,7 +172,7 @@ class _Link:
         )
 
 
-def _seed(plan: StepPlan, place: Place, tensor: int, key: int) -> int:
+def _seed(plan: StepPlan, place: Place, tensor: int, key: int | str) -> int:
     """64 bits for stochastic rounding of one row: a hash of all that tells it from others."""
     text = f"{plan.seed}:{plan.step}:{place.edge}:{int(place.direction)}:{tensor}:{key}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
@@ -230,7 +241,7 @@ class LinkSender(_Link):
         return found
 
     def _encode_coded(self, boundary: Boundary, x: Tensor, microbatch: int) -> list[Section]:
-        visit = self.visit(boundary, microbatch, x.shape)
+        visit = self.visit(boundary, microbatch, tuple(x.shape))
         scheme = self.active_scheme()
         if isinstance(scheme, Value) and scheme.codec == _RAW and self.plan.train:
             _check_finite(x)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -34,9 +35,9 @@ _MAX_LENGTH = 200
 class Named:
     """Base of everything that a spec string can name; subclasses are frozen dataclasses."""
 
-    #: The registered name, set on the class or, where one class has several, by a property.
     @property
     def name(self) -> str:
+        """The name that it is registered under."""
         for name, entry in _REGISTRY.items():
             if entry.cls is type(self) and all(
                 getattr(self, k) == v for k, v in entry.preset.items()
@@ -45,22 +46,28 @@ class Named:
         raise SpecError(f"{type(self).__name__} is not registered")
 
     def __str__(self) -> str:
-        name = self.name
-        entry = _REGISTRY[name]
-        nested: list[str] = []
-        plain: list[str] = []
-        for field in entry.options.values():
-            value = getattr(self, field.name)
-            if isinstance(value, Named):
-                if field.required:
-                    nested.insert(0, str(value))
-                elif value != field.default_for(self):
-                    nested.append(f"{field.name}={value}")
-            elif value != field.default_for(self):
-                plain.append(field.name if value is True else f"{field.name}={_show(value)}")
-        if any(f.nested for f in entry.options.values()):
-            return f"{name}({','.join(nested + plain)})"
-        return name + (":" + ",".join(plain) if plain else "")
+        return _canonical(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _canonical(value: Named) -> str:
+    """The spec string of a frozen value; frames carry it, so it is asked for with each message."""
+    name = value.name
+    entry = _REGISTRY[name]
+    nested: list[str] = []
+    plain: list[str] = []
+    for field in entry.options.values():
+        option = getattr(value, field.name)
+        if isinstance(option, Named):
+            if field.required:
+                nested.insert(0, str(option))
+            elif option != field.default_for(value):
+                nested.append(f"{field.name}={option}")
+        elif option != field.default_for(value):
+            plain.append(field.name if option is True else f"{field.name}={_show(option)}")
+    if any(f.nested for f in entry.options.values()):
+        return f"{name}({','.join(nested + plain)})"
+    return name + (":" + ",".join(plain) if plain else "")
 
 
 def _show(value: Any) -> str:

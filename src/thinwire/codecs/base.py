@@ -30,6 +30,11 @@ class Codec(Named):
     ``lengths[i]`` values (flattened) are coded; the rest decode to zero.
     """
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether encoding draws on the seed."""
+        return False
+
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of one encoded row of ``n`` values of ``dtype``."""

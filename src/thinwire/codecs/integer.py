@@ -86,6 +86,10 @@ class Integer(Codec):
         return self.group if isinstance(self.group, int) else 0
 
     @property
+    def stochastic(self) -> bool:
+        return self.round == "stochastic"
+
+    @property
     def format(self) -> native.IntegerFormat:
         """What the kernels need to know."""
         return native.IntegerFormat(

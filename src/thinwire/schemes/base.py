@@ -80,6 +80,11 @@ class Scheme(Named):
     #: Whether rows are told apart by sample id.
     needs_keys: ClassVar[bool] = False
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether a codec of it draws noise, and visits need their seeds."""
+        return False
+
     @abstractmethod
     def sender(self) -> Sender:
         """A fresh sending end."""

@@ -48,6 +48,10 @@ class Delta(Scheme):
     change: Codec
     first: Codec = FIRST_VISIT
 
+    @property
+    def stochastic(self) -> bool:
+        return self.change.stochastic or self.first.stochastic
+
     def sender(self) -> Sender:
         return _DeltaSender(self)
 

@@ -22,6 +22,10 @@ class Value(Scheme):
     def __str__(self) -> str:
         return str(self.codec)
 
+    @property
+    def stochastic(self) -> bool:
+        return self.codec.stochastic
+
     def sender(self) -> Sender:
         return _ValueSender(self.codec)
 
