@@ -1,9 +1,12 @@
 """Pairs of endpoints in one process, for each transport."""
 
+import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -54,31 +57,21 @@ KINDS = {
 
 def tcp_sockets() -> dict[str, int]:
     """File descriptors of this process's connected TCP sockets, by inode."""
-    from pathlib import Path
-
     found = {}
     for path in Path("/proc/self/fd").iterdir():
-        try:
+        with suppress(OSError):  # closed meanwhile, or a listening socket
             target = str(path.readlink())
             if target.startswith("socket:"):
-                with socket.socket(fileno=_duplicate(int(path.name))) as copy:
+                with socket.socket(fileno=os.dup(int(path.name))) as copy:
                     if copy.type == socket.SOCK_STREAM and copy.family != socket.AF_UNIX:
                         copy.getpeername()
                         found[target] = int(path.name)
-        except OSError:  # closed meanwhile, or a listening socket
-            continue
     return found
 
 
 def socket_bytes(descriptor: int) -> tuple[int, int]:
     """(bytes sent and acknowledged, bytes received) of a TCP socket, from the kernel."""
-    with socket.socket(fileno=_duplicate(descriptor)) as copy:
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
         info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     sent, received = struct.unpack_from("<QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
     return sent, received
-
-
-def _duplicate(descriptor: int) -> int:
-    import os
-
-    return os.dup(descriptor)

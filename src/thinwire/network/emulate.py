@@ -37,12 +37,14 @@ _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)(us|ms|s)")
 def parse_rate(text: str) -> float | None:
     """A link rate in bit/s from ``100mbit``, ``1 Gbit/s``, ``1e8``; None for ``none``.
 
-    Raises ValueError on anything else, and on a rate that is not positive.
+    Raises ValueError on anything else, on bytes (``MB/s``), and on a rate that is not positive.
     """
-    compact = "".join(text.split()).lower()
+    words = "".join(text.split())
+    compact = words.lower()
     if compact == "none":
         return None
-    match = _RATE.fullmatch(compact)
+    in_bytes = "B" in words.replace("Bit", "").replace("BIT", "")
+    match = None if in_bytes else _RATE.fullmatch(compact)
     rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 0 < rate < math.inf:
         raise ValueError(f"{text!r} is no link rate; write 100mbit, 1gbit, or none")
@@ -55,9 +57,10 @@ def parse_latency(text: str) -> float:
     if compact in ("0", "none"):
         return 0.0
     match = _TIME.fullmatch(compact)
-    if not match:
+    seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else math.inf
+    if seconds == math.inf:
         raise ValueError(f"{text!r} is no latency; write 5ms, 0.03s, or 0")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+    return seconds
 
 
 class EmulatedTransport(Transport):
