@@ -5,6 +5,7 @@ import struct
 import time
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,10 @@ from thinwire.frame import Direction, Kind, Place, Section
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 HEADER, CHECKSUM, ALL_ROWS = 36, 8, U32
-DTYPES = (
-    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool]
-    + [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-    + [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+OTHERS = [torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = FLOATS + INTEGERS + OTHERS
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0), (2, 3, 130), (1, 1, 1, 1)]
 CODECS = ["raw", "bf16", "fp16", "fp8"] + [f"int{b}" for b in range(1, 9)]
 CODECS += ["int4:group=32,symmetric", "int8:round=stochastic", "int3:scale=std", "int5:group=row"]
@@ -44,9 +43,10 @@ def places() -> st.SearchStrategy[Place]:
 
 @st.composite
 def sections(draw: st.DrawFn) -> Section:
-    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
-    rows = None
-    if shape and draw(st.booleans()):
+    dims: list[int] = draw(st.lists(st.integers(0, 6), max_size=4))
+    shape = tuple(dims)
+    rows: list[int] | None = None
+    if draw(st.booleans()) and shape:
         rows = sorted(draw(st.sets(st.integers(0, shape[0] - 1)))) if shape[0] else []
     versions = None
     if draw(st.booleans()):
@@ -165,7 +165,7 @@ def test_another_version_is_refused_by_its_number() -> None:
 @given(places())
 def test_a_frame_for_any_other_place_is_refused(other: Place) -> None:
     if other != EXAMPLE:
-        with pytest.raises(FrameError, match="arrived where one for .* was expected"):
+        with pytest.raises(FrameError, match=r"arrived where one for .* was expected"):
             frame.parse(example(), other)
 
 
@@ -180,7 +180,8 @@ def test_a_frame_for_any_other_place_is_refused(other: Place) -> None:
     ],
 )
 def test_each_coordinate_alone_tells_frames_apart(field: str, value: int) -> None:
-    other = replace(EXAMPLE, **{field: value})
+    changed: dict[str, Any] = {field: value}
+    other = replace(EXAMPLE, **changed)
     with pytest.raises(FrameError) as caught:
         frame.parse(example(), other)
     assert str(EXAMPLE) in str(caught.value)
@@ -378,9 +379,9 @@ def test_a_tensor_that_is_no_row_of_bytes_is_refused(x: Tensor) -> None:
         tw.unpack(x)
 
 
-def bound(**changes: object) -> bytes:
+def bound(**changes: Any) -> bytes:
     section = Section(Kind.VALUE, "raw", shape=(1, 1), payload=payload(bytes(4)))
-    return joined(Place(), [replace(section, **changes)])  # type: ignore[arg-type]
+    return joined(Place(), [replace(section, **changes)])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.distributed.setup import (
     merged,
     parameter_hash,
     run,
+    transport_of,
 )
 
 
@@ -123,6 +124,39 @@ def test_evaluation_works_before_and_between_steps_and_leaves_references_untouch
     for off, on in zip(found[0][::2], found[0][1::2], strict=True):
         assert off != on
         assert off == pytest.approx(on, abs=0.01)
+
+
+def evaluate_on(rank: int, world_size: int, schedule: str, transport: str) -> float:
+    case = Case(schedule, 4, 4, transport=transport)
+    stages, built, _ = build(rank, world_size, case)
+    plan = tw.Plan("raw", "raw")
+    pipeline = tw.Pipeline(built, stages, plan, transport=transport_of(case), deadline=20)
+    first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+    ids, x, y = batch(0)
+    known = {"sample_ids": ids} if first else {}
+    inputs = (x,) if first else ()
+    for _ in range(2):
+        evaluated = pipeline.eval(*inputs, target=y if last else None).loss
+        trained = pipeline.step(*inputs, target=y if last else None, **known).loss
+        assert evaluated == pytest.approx(trained, abs=1e-6)
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("schedule", "transport"),
+    [
+        ("ZBV", "gloo"),
+        ("LoopedBFS", "gloo"),
+        ("InterleavedZeroBubble", "gloo"),
+        ("Interleaved1F1B", "memory"),
+        ("LoopedBFS", "memory"),
+    ],
+)
+def test_evaluation_works_where_neighbours_share_a_rank(
+    pool: Pool, schedule: str, transport: str
+) -> None:
+    found = pool.run(evaluate_on, schedule, transport, world_size=1 if transport == "memory" else 2)
+    assert len(set(found)) == 1
 
 
 def test_validation_loss_depends_neither_on_microbatches_nor_on_ranks(pool: Pool) -> None:

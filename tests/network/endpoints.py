@@ -4,30 +4,36 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
+from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport
+
+distributed: Any = dist  # which does not declare all that it exports
 
 FAST = 1e12  # bit/s: an emulated link that adds nothing to speak of
 GROUP_SECONDS = 20
 
 
-def memory(size: int = 2) -> list[Transport]:
+def memory(size: int = 2) -> list[Any]:
     first = MemoryTransport(size)
     return [first.endpoint(address) for address in range(size)]
 
 
-def gloo(size: int = 2) -> list[Transport]:
+def gloo(size: int = 2) -> list[Any]:
     """Endpoints that are joined by real sockets within this process."""
-    store = dist.HashStore()
-    groups: dict[int, dist.ProcessGroupGloo] = {}
+    store = distributed.HashStore()
+    groups: dict[int, Any] = {}
 
     def join(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=GROUP_SECONDS))
+        groups[rank] = distributed.ProcessGroupGloo(
+            store, rank, size, timedelta(seconds=GROUP_SECONDS)
+        )
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -37,9 +43,7 @@ def gloo(size: int = 2) -> list[Transport]:
     return [GlooTransport(groups[rank]) for rank in range(size)]
 
 
-def emulated(
-    inner: list[Transport], rate: float = FAST, latency: float = 0.0
-) -> list[EmulatedTransport]:
+def emulated(inner: list[Any], rate: float = FAST, latency: float = 0.0) -> list[Any]:
     """Each endpoint behind a slow link of its own."""
     if inner[0].in_process:
         first = EmulatedTransport(inner[0], rate, latency)
@@ -47,7 +51,7 @@ def emulated(
     return [EmulatedTransport(endpoint, rate, latency) for endpoint in inner]
 
 
-KINDS = {
+KINDS: dict[str, Callable[..., list[Any]]] = {
     "memory": memory,
     "gloo": gloo,
     "emulated memory": lambda size=2: emulated(memory(size)),

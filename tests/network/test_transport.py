@@ -3,12 +3,13 @@
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from tests.network.endpoints import KINDS, gloo
-from thinwire.network import GlooTransport, MemoryTransport, Transport, TransportError
+from thinwire.network import GlooTransport, MemoryTransport, TransportError
 
 SLACK = 0.5  # seconds that a busy machine may add
 
@@ -19,8 +20,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(kind: str) -> list[Transport]:
-    return list(KINDS[kind]())
+def pair(kind: str) -> list[Any]:
+    return KINDS[kind]()
 
 
 class Gate:
@@ -38,8 +39,8 @@ class Gate:
         assert self._open.wait(20)
 
 
-def arrive(endpoint: Transport, handle: object) -> bytes:
-    return bytes(endpoint.wait(handle, 10))  # type: ignore[arg-type]
+def arrive(endpoint: Any, handle: Any) -> bytes:
+    return bytes(endpoint.wait(handle, 10))
 
 
 def test_a_message_is_the_concatenation_of_its_parts(pair):
@@ -192,8 +193,7 @@ def test_a_peer_that_is_gone_is_an_error_well_before_the_deadline(kind, posted):
     close(pair.pop())
     begun = time.monotonic()
     with pytest.raises(TransportError, match=r"from 0 .*connection is gone"):
-        while time.monotonic() < begun + 5:  # until the closed socket is seen
-            b.wait(handle or b.post_receive(0, 1, 10), 10)
+        b.wait(handle or b.post_receive(0, 1, 10), 10)
     assert time.monotonic() - begun < 2
 
 
@@ -210,7 +210,7 @@ def test_sending_to_a_peer_that_is_gone_is_an_error(kind):
         b.send(0, 1, [b"x"])
 
 
-def close(endpoint: Transport) -> None:
+def close(endpoint: Any) -> None:
     """End an endpoint as a process that ends would."""
     inner = getattr(endpoint, "inner", endpoint)
     inner._group = None
@@ -280,11 +280,10 @@ def test_an_error_in_making_a_message_is_raised_at_the_next_call(pair, then):
     gate = Gate()
     a.send(1, 1, fail, gate)
     gate.open()
-    deadline = time.monotonic() + 5
+    time.sleep(0.1)
+    call = {"flush": lambda: a.flush(5), "send": lambda: a.send(1, 2, [b""])}[then]
     with pytest.raises(TransportError, match="could not be sent: no payload"):
-        while time.monotonic() < deadline:
-            a.flush(5) if then == "flush" else a.send(1, 2, [b""])
-            time.sleep(0.01)
+        call()
 
 
 def test_after_an_error_the_reason_for_giving_up_can_still_be_sent(pair):
@@ -388,4 +387,3 @@ def test_a_gloo_endpoint_knows_only_itself():
 def test_gloo_without_a_process_group_says_what_is_missing():
     with pytest.raises(ValueError, match="init_process_group first"):
         GlooTransport()
-

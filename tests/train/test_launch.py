@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-TINY = ("--quick", "--steps", "4", "--model.dim", "32", "--model.context", "32")
+TINY = ["--quick", "--steps", "4", "--threads", "1", "--model.dim", "32", "--model.context", "32"]
 SUMMARY_KEYS = {
     "val_loss",
     "val_loss_codec",
@@ -30,6 +30,7 @@ SUMMARY_KEYS = {
     "data",
     "parameters",
     "seed",
+    "threads",
     "versions",
     "config",
 }

@@ -164,5 +164,5 @@ class _SenderThread:
                 if ready is not None:
                     ready.synchronize()
                 self._send(target, channel, message() if callable(message) else message)
-            except BaseException as error:  # kept, and raised in the thread that sends next
+            except BaseException as error:  # noqa: BLE001  kept, and raised in the thread that sends next
                 self._error = error

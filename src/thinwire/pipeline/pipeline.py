@@ -210,7 +210,7 @@ class Pipeline:
             arguments |= {"target": target, "losses": losses}
         run = self.schedule.step if plan.train else self.schedule.eval
         run(*(inputs if self._first is not None else ()), **arguments)
-        return [float(loss) for loss in losses]
+        return [loss.detach().item() for loss in losses]
 
     def _sum_tied(self, tie: Tie) -> None:
         parameter = tie.parameter

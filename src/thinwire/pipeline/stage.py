@@ -91,7 +91,7 @@ class PipelineStage(pipelining.PipelineStage):
         if self.previous is None:
             return super().get_bwd_send_ops(bwd_chunk_id)
         if self.has_backward:
-            gradients = self.get_local_bwd_output(bwd_chunk_id)  # type: ignore[no-untyped-call]
+            gradients = self.get_local_bwd_output(bwd_chunk_id)
             self.previous.outgoing.send(bwd_chunk_id, gradients)
         return []
 
@@ -104,7 +104,13 @@ class PipelineStage(pipelining.PipelineStage):
         else:
             self.previous.peer.outgoing.send(mb_index, _tuple(prev_stage_outputs))
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        # the schedule asks a V's stages for gradients in evaluation too, where torch's has none
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if not self.has_backward:
+            return
         if self.next is None or self.next.peer is None:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
         else:

@@ -88,7 +88,7 @@ def next_flag(costs: StepCosts, links: list[dict[str, Any]], config: Config) -> 
         return f"--train.batch {2 * config.train.batch}"
     if by == "codec":
         return _for_codec(config)
-    return _for_compute(costs, config)
+    return _for_compute(costs, links, config)
 
 
 def _for_link(links: list[dict[str, Any]], config: Config) -> str:
@@ -117,11 +117,13 @@ def _for_codec(config: Config) -> str:
     return "--forward off --backward off"
 
 
-def _for_compute(costs: StepCosts, config: Config) -> str:
+def _for_compute(costs: StepCosts, links: list[dict[str, Any]], config: Config) -> str:
     nproc, stages = config.nproc or 1, config.num_stages
     cores = os.cpu_count() or 1
     if config.device == "cpu" and cores >= 2 * nproc and config.model.layers >= 2 * stages:
         return f"--nproc {2 * nproc}"
+    if not links:  # one process, or torch's own operations on all edges
+        return "--nproc 2" if nproc == 1 else "--forward 'delta(int4)' --backward int8"
     rate = link_rate(config.link)
     if rate is None:
         return "--link.rate 100mbit"

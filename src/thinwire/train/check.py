@@ -54,6 +54,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
 
 _AT_LEAST = {
     "nproc": 1,
+    "threads": 1,
     "model.layers": 1,
     "model.dim": 1,
     "model.heads": 1,

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -129,55 +130,39 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
 
 
 def link_table(links: list[dict[str, Any]]) -> Table:
-    """A row for each link, below it one for each kind of its traffic if there are several."""
-    table = Table(title="What crossed the links", title_justify="left")
-    table.add_column("link")
-    table.add_column("codec")
-    table.add_column("kind")
-    for heading in (
-        "messages",
-        "payload MB",
-        "header MB",
-        "bits/value",
-        "steady",
-        "x fp32",
-        "x bf16",
-    ):
-        table.add_column(heading, justify="right")
+    """A row for each link, below it one for each kind of its traffic; fits 80 columns."""
+    table = _table("What crossed the links, in MB and bits per value", "link")
+    for heading in ("messages", "payload", "header", "bits", "steady", "x fp32", "x bf16"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for link in links:
-        sent = link["payload_bytes"] + link["header_bytes"]
-        ratio = link["raw_bytes"] / sent if sent else 0.0
         steady = link["steady_bits_per_value"]
         first, second = link["edge"], link["edge"] + 1
         if link["direction"] == "backward":
             first, second = second, first
-        table.add_row(
-            f"{link['direction']} {first}→{second}",
-            link["codec"],
-            "all",
-            f"{link['messages']:,}",
-            f"{link['payload_bytes'] / 1e6:.2f}",
-            f"{link['header_bytes'] / 1e6:.3f}",
-            f"{link['bits_per_value']:.2f}",
-            "–" if steady is None else f"{steady:.2f}",
-            f"{ratio:.2f}",
-            f"{ratio / 2:.2f}",
-        )
+        name = f"{link['direction']} {first}→{second} {link['codec']}"
+        table.add_row(name, *_cells(link, "–" if steady is None else f"{steady:.2f}"))
         for kind, part in link["kinds"].items():
-            bits = 8 * (part["payload_bytes"] + part["header_bytes"]) / part["values"]
-            table.add_row(
-                "",
-                "",
-                kind,
-                f"{part['messages']:,}",
-                f"{part['payload_bytes'] / 1e6:.2f}",
-                f"{part['header_bytes'] / 1e6:.3f}",
-                f"{bits:.2f}",
-                "",
-                f"{32 / bits:.2f}",
-                f"{16 / bits:.2f}",
-                style="dim",
-            )
+            table.add_row(f"  {kind}", *_cells(part, ""), style="dim")
+    return table
+
+
+def _cells(traffic: dict[str, Any], steady: str) -> list[str]:
+    """The cells of one row after its name; ``steady`` is that of the column of the same name."""
+    bits = 8 * (traffic["payload_bytes"] + traffic["header_bytes"]) / traffic["values"]
+    return [
+        f"{traffic['messages']:,}",
+        f"{traffic['payload_bytes'] / 1e6:.2f}",
+        f"{traffic['header_bytes'] / 1e6:.3f}",
+        f"{bits:.2f}",
+        steady,
+        f"{32 / bits:.2f}",
+        f"{16 / bits:.2f}",
+    ]
+
+
+def _table(title: str, first_column: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first_column, overflow="fold")
     return table
 
 
@@ -211,25 +196,18 @@ def comparison_sentence(compared: dict[str, Any]) -> str:
 
 
 def comparison_table(runs: dict[str, dict[str, Any]]) -> Table:
-    """One row a run, with its speed-up and loss difference to uncompressed fp32."""
-    table = Table(title="Compared on the same schedule and link", title_justify="left")
-    table.add_column("run")
-    for heading in (
-        "val loss",
-        "with codec",
-        "step ms",
-        "run s",
-        "MB sent",
-        "speed-up step",
-        "speed-up run",
-        "loss - fp32",
-    ):
-        table.add_column(heading, justify="right")
+    """One row a run: validation loss codec off and on, times, traffic, and against fp32 the
+    speed-up by the median step and by the run, and the difference in loss.
+    """
+    table = _table("Compared on the same schedule and link", "run")
+    headings = ("loss", "codec on", "step ms", "run s", "MB", "x step", "x run", "- fp32")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     fp32 = runs["fp32"]
     for name, run in runs.items():
         plan = run["config"]["plan"]
         table.add_row(
-            f"{name} ({plan['forward']} / {plan['backward']})",
+            f"{name} {plan['forward']} {plan['backward']}",
             f"{run['val_loss']:.4f}",
             f"{run['val_loss_codec']:.4f}",
             f"{run['step_ms_median']:.1f}",

@@ -55,6 +55,7 @@ def summarise(
         },
         "parameters": parameter_count(config.model),
         "seed": config.train.seed,
+        "threads": torch.get_num_threads(),
         "versions": {
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -125,7 +125,7 @@ def _run(config: Config, folder: Path, start: Start) -> None:
     """Join the others, check that all start from the same, and do one run or the compared ones."""
     # on any error torch logs the whole schedule, page after page; the error itself says more
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-    torch.set_num_threads(max(1, _cores() // start.local_world_size))
+    torch.set_num_threads(config.threads or max(1, _cores() // start.local_world_size))
     place = Place(start.rank, start.world_size, _device(config.device, start.local_rank))
     text = data.load(config.data, config.model.context)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -1,0 +1,363 @@
+"""AQ-SGD's change coding: what specs of the algorithm ask for, point by point."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.schemes.links import (
+    WIDTH,
+    Link,
+    full,
+    mixed_step,
+    normal,
+    off_the_wire,
+    on_the_wire,
+    visit,
+    visits_of,
+)
+from thinwire.codecs import codec
+from thinwire.errors import FrameError, NonFiniteError
+from thinwire.frame import Kind
+from thinwire.schemes import scheme
+
+SPECS = [
+    "delta(int4)",
+    "delta(int2,first=int4)",
+    "delta(int3:round=stochastic)",
+    "delta(int1,first=bf16)",
+    "delta(int8:symmetric,first=fp16)",
+    "delta(int4:group=32,first=raw)",
+]
+
+
+def error(x, y):
+    return float((x - y).norm() / x.norm())
+
+
+# The closed loop.
+
+
+@pytest.mark.parametrize(
+    ("spec", "factor"), [("delta(int4)", 0.15), ("delta(int3)", 0.35), ("delta(int2)", 0.6)]
+)
+def test_the_error_of_a_constant_activation_shrinks_geometrically(spec, factor):
+    link, x = Link(spec), normal(4, 512)
+    errors = [error(x, link.step(x, range(4))) for _ in range(5)]
+    for before, after in pairwise(errors):
+        assert after <= max(factor * before, 1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_error_of_a_constant_activation_never_grows(spec):
+    link, x = Link(spec), normal(4, 512)
+    errors = [error(x, link.step(x, range(4))) for _ in range(30)]
+    for before, after in pairwise(errors):
+        assert after <= max(before, 1e-6)
+
+
+def test_the_change_is_taken_against_the_reconstruction_not_the_last_value():
+    link, x = Link("delta(int2)"), normal(1, 512)
+    first = link.step(x, [0])
+    second = link.step(x, [0])
+    change = codec("int2").encode(x - first)
+    assert second.equal(first + codec("int2").decode(change, x.shape, x.dtype))
+
+
+# One state at both ends.
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_both_ends_hold_the_same_references_after_mixed_steps(spec):
+    link, met = Link(spec), set()
+    for number in range(1000 if spec == SPECS[0] else 100):
+        step = mixed_step(number)
+        visits = visits_of(number, step)
+        link.begin(*visits)
+        for k, (there, x) in enumerate(zip(visits, step[1], strict=True)):
+            link.move(x, k, there)
+            met.update(link.kinds)
+        if number % 10 == 0:
+            link.evaluate(normal(2, WIDTH))
+        if number % 25 == 0:
+            assert len(set(link.digests)) == 1
+    assert len(set(link.digests)) == 1
+    assert met == {Kind.FIRST, Kind.CHANGE, Kind.RESEED, Kind.VALUE}
+
+
+def test_the_receiver_computes_on_the_new_reference():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    for k in range(3):
+        found = link.step(x + 0.1 * normal(2, WIDTH, seed=k), [5, 6])
+        assert found.equal(link.receiver.store.read([5, 6]))
+
+
+def test_what_the_receiver_computes_on_does_not_alias_the_state():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    for _ in range(2):
+        link.step(x, [5, 6]).zero_()
+        assert len(set(link.digests)) == 1
+
+
+def test_the_senders_value_is_neither_changed_nor_kept():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    before = x.clone()
+    link.step(x, [5, 6])
+    assert x.equal(before)
+    x.zero_()
+    assert len(set(link.digests)) == 1
+
+
+def test_state_travels_in_a_state_dict_of_plain_tensors():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    link.step(x, [5, 6])
+    state = link.sender.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    other = Link("delta(int4)")
+    other.sender.load_state_dict(state)
+    other.receiver.load_state_dict(link.receiver.state_dict())
+    assert other.digests == link.digests
+    assert other.step(x + 0.01, [5, 6]).equal(link.step(x + 0.01, [5, 6]))
+    assert other.kinds == [Kind.CHANGE]
+
+
+# First visits.
+
+
+def test_first_is_per_key_within_one_micro_batch():
+    link, x = Link("delta(int4)"), normal(3, WIDTH)
+    link.step(x[:2], [5, 6])
+    there = full([6, 7, 5])
+    link.begin(there)
+    sections = link.sender.encode(x[[1, 2, 0]], 0, there)
+    assert {s.kind: s.rows for s in sections} == {Kind.FIRST: [1], Kind.CHANGE: [0, 2]}
+
+
+def test_a_first_visit_takes_the_first_codec():
+    link, x = Link("delta(int2,first=int8)"), normal(2, WIDTH)
+    coder = codec("int8")
+    assert link.step(x, [5, 6]).equal(coder.decode(coder.encode(x), x.shape, x.dtype))
+
+
+@pytest.mark.parametrize("how", ["a key met late", "a dropped key", "another length"])
+def test_a_key_without_a_reference_is_never_coded_as_a_change(how):
+    link, x = Link("delta(int2)"), normal(1, WIDTH)
+    for _ in range(3):
+        link.step(x, [5])
+    key, value = 5, x
+    if how == "a key met late":
+        key = 6
+    elif how == "a dropped key":
+        link.sender.store.drop([5])
+        link.receiver.store.drop([5])
+    else:
+        value = x[:, :50]
+    found = link.step(value, [key])
+    assert link.kinds == [Kind.FIRST]
+    assert error(value, found) < 0.01  # int2 would be off by half
+    assert len(set(link.digests)) == 1
+
+
+def test_without_sample_ids_the_error_says_what_to_pass():
+    there = visit(None, [WIDTH])
+    with pytest.raises(ValueError, match="needs sample_ids: pass them to"):
+        scheme("delta(int4)").sender().begin_step([there])
+
+
+# Disagreement.
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_a_reference_lost_at_one_end_is_an_error_that_names_sample_and_versions(end):
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    for _ in range(3):
+        link.step(x, [5, 6])
+    getattr(link, end).store.drop([6])
+    before = link.receiver.digest()
+    sent, held = (0, 3) if end == "sender" else (3, 0)
+    with pytest.raises(FrameError, match=rf"sample 6: .* version {sent} .* version {held}"):
+        link.step(x, [5, 6])
+    assert link.receiver.digest() == before
+
+
+def test_an_end_that_missed_a_visit_is_an_error_that_names_sample_and_versions():
+    link, x = Link("delta(int4)"), normal(1, WIDTH)
+    link.step(x, [5])
+    there = full([5])
+    link.sender.begin_step([there])
+    link.sender.encode(x, 0, there)
+    with pytest.raises(
+        FrameError, match=r"sample 5: sent as CHANGE against version 2 .* version 1"
+    ):
+        link.step(x, [5])
+
+
+def test_other_sample_ids_at_the_other_end_are_an_error():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    link.sender.begin_step([full([5, 6])])
+    sections = link.sender.encode(x, 0, full([5, 6]))
+    link.receiver.begin_step([full([6, 5])])
+    with pytest.raises(FrameError, match="different sample ids"):
+        link.receiver.decode(sections, 0, full([6, 5]))
+    assert len(link.receiver.store) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"codec": "int3"}, "this end has delta"),
+        ({"kind": Kind.ABSENT}, "does not fit"),
+        ({"shape": (3, WIDTH)}, "2 rows were expected"),
+        ({"rows": [0]}, "do not cover each of the 2 rows once"),
+        ({"payload": torch.zeros(3, dtype=torch.uint8)}, "3 bytes"),
+        ({"versions": None}, "version"),
+        ({"versions": [7, 7]}, "version 7"),
+        ({"keys": 1}, "different sample ids"),
+    ],
+    ids=str,
+)
+def test_sections_that_do_not_fit_are_refused_with_all_state_untouched(change, reason):
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    link.step(x, [5, 6])
+    there = full([5, 6])
+    link.begin(there)
+    (section,) = link.sender.encode(x, 0, there)
+    before = link.receiver.digest()
+    with pytest.raises(FrameError, match=reason):
+        link.receiver.decode([dataclasses.replace(section, **change)], 0, there)
+    assert link.receiver.digest() == before
+
+
+# Once a visit.
+
+
+def test_evaluation_leaves_the_state_untouched():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    link.step(x, [0, 1])
+    before = link.digests
+    link.evaluate(x + 1)
+    assert link.digests == before
+
+
+def test_a_second_occurrence_in_a_step_leaves_the_state_untouched():
+    link, x = Link("delta(int4)"), normal(3, WIDTH)
+    link.step(x[:1], [5])
+    there = [full([5, 5]), full([5])]
+    link.begin(*there)
+    link.move(x[:2], 0, there[0])
+    before = link.digests
+    found = link.move(x[2:], 1, there[1])
+    assert link.kinds == [Kind.VALUE]
+    assert link.digests == before
+    assert link.receiver.store.versions([5]) == [2]
+    assert error(x[2:], found) < 0.01
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_leaves_all_state_untouched(value):
+    link, x = Link("delta(int4)"), normal(3, WIDTH)
+    link.step(x[:2], [5, 6])
+    before = link.sender.digest()
+    x[1, 7] = value  # a change; rows of other kinds are encoded around it
+    there = full([5, 6, 7])
+    link.sender.begin_step([there])
+    with pytest.raises(NonFiniteError):
+        link.sender.encode(x, 0, there)
+    assert link.sender.digest() == before
+
+
+# Falling back.
+
+
+def test_a_change_with_more_energy_than_the_value_is_sent_as_a_value():
+    link = Link("delta(int4)")
+    link.step(normal(2, 512), [5, 6])
+    unrelated = torch.stack([normal(512, seed=8), normal(2, 512)[1] + 0.01])
+    there = full([5, 6], 512)
+    link.begin(there)
+    sections = link.sender.encode(unrelated, 0, there)
+    assert {s.kind: s.rows for s in sections} == {Kind.CHANGE: [1], Kind.RESEED: [0]}
+    link.receiver.decode(off_the_wire(on_the_wire(sections)), 0, there)
+    assert len(set(link.digests)) == 1
+
+
+def test_unrelated_values_are_never_worse_off_than_with_direct_coding():
+    link, direct = Link("delta(int4)"), codec("int4")
+    for k in range(5):
+        x = normal(4, 512, seed=k)
+        plain = direct.decode(direct.encode(x), x.shape, x.dtype)
+        assert error(x, link.step(x, range(4))) <= error(x, plain) * 1.02
+
+
+# Rows on their own.
+
+
+def test_padding_neither_travels_nor_changes_the_reconstruction():
+    x = normal(1, 60)
+    found = []
+    for width in (60, 96):
+        link = Link("delta(int4)")
+        padded = torch.full((1, width), 1e6)
+        for k in range(3):
+            padded[:, :60] = x + 0.1 * k
+            there = visit([5], [60], width)
+            link.begin(there)
+            y = link.move(padded, 0, there)
+            assert not y[:, 60:].any()
+        found.append(y[:, :60])
+    assert found[0].equal(found[1])
+
+
+def test_a_sample_is_coded_alike_alone_and_in_company():
+    alone, together = Link("delta(int4)"), Link("delta(int4)")
+    x = normal(3, WIDTH)
+    for k in range(3):
+        a = alone.step(x[1:2] + 0.1 * k, [6])
+        b = together.step(x + 0.1 * k, [5, 6, 7])
+        assert a.equal(b[1:2])
+
+
+def test_two_edges_of_a_stage_do_not_share_rows():
+    a, b = Link("delta(int4)"), Link("delta(int4)")
+    a.step(normal(1, WIDTH), [5])
+    assert len(a.sender.store) == len(a.receiver.store) == 1
+    assert len(b.sender.store) == len(b.receiver.store) == 0
+
+
+def test_a_sample_without_valid_values_travels_as_nothing():
+    link, x = Link("delta(int4)"), normal(2, WIDTH)
+    for _ in range(2):
+        there = visit([5, 6], [0, WIDTH])
+        link.begin(there)
+        found = link.move(x, 0, there)
+        assert not found[0].any()
+    assert len(set(link.digests)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_float_dtype_comes_back_as_itself(dtype):
+    link, x = Link("delta(int8)"), normal(2, 3, 32).to(dtype)
+    for _ in range(2):
+        found = link.step(x, [5, 6])
+        assert found.dtype == dtype
+        assert error(x.double(), found.double()) < 0.02
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_global_generator_is_not_touched(spec):
+    link = Link(spec)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        link.step(normal(2, WIDTH), [5, 6])
+    assert torch.get_rng_state().equal(before)
+
+
+def test_no_payload_exceeds_the_declared_bound():
+    link, x = Link("delta(int4,first=int8)"), normal(3, WIDTH)
+    for _ in range(2):
+        there = full([5, 6, 7])
+        link.begin(there)
+        size = sum(s.payload.numel() for s in link.sender.encode(x, 0, there))
+        assert size <= 3 * link.scheme.row_nbytes(WIDTH, torch.float32)
