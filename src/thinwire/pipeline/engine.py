@@ -57,6 +57,14 @@ def check_hooks() -> None:
             )
 
 
+def detaches_views() -> bool:
+    """Whether this torch detaches the last stage's outputs in place even where they are views.
+
+    Older releases (2.6 among them) do, which is an error for what a Linear layer returns.
+    """
+    return "_is_view" not in inspect.getsource(pipelining.PipelineStage.backward_one_chunk)
+
+
 def check_name(name: str) -> None:
     """Raise ValueError, with the nearest match, if no schedule has this name."""
     if name not in SCHEDULES:
@@ -131,7 +139,11 @@ def build_schedule(
     check_microbatches(name, first.num_stages, first.group_size, n_microbatches)
     check_modules(name, [s.submod for s in stages])
     target: Any = stages[0] if name in SINGLE else stages
-    return SCHEDULES[name](target, n_microbatches, loss_fn=loss_fn, scale_grads=False)
+    cls = SCHEDULES[name]
+    # older releases never divide gradients, and have no word for it
+    accepted = inspect.signature(cls).parameters
+    undivided = {"scale_grads": False} if "scale_grads" in accepted else {}
+    return cls(target, n_microbatches, loss_fn=loss_fn, **undivided)
 
 
 def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
@@ -159,11 +171,22 @@ def microbatches_of(schedule: Any) -> int:
     return typing.cast(int, schedule._n_microbatches)
 
 
+def evaluator(schedule: Any) -> Callable[..., Any]:
+    """The schedule's forward-only step: its ``eval``, or what that does on releases without one."""
+    if hasattr(schedule, "eval"):
+        return typing.cast(Callable[..., Any], schedule.eval)
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        had_backward = schedule._has_backward
+        schedule._has_backward = False
+        try:
+            return schedule.step(*args, **kwargs)
+        finally:
+            schedule._has_backward = had_backward
+
+    return evaluate
+
+
 def loss_of(schedule: Any) -> Any:
     """The loss function that a schedule object was given."""
     return schedule._loss_fn
-
-
-def scales_gradients(schedule: Any) -> bool:
-    """Whether the schedule divides gradients by the number of micro-batches."""
-    return bool(schedule.scale_grads)

@@ -208,7 +208,7 @@ class Pipeline:
         arguments: dict[str, Any] = dict(self._quiet)
         if self._last is not None:
             arguments |= {"target": target, "losses": losses}
-        run = self.schedule.step if plan.train else self.schedule.eval
+        run = self.schedule.step if plan.train else engine.evaluator(self.schedule)
         run(*(inputs if self._first is not None else ()), **arguments)
         return [loss.detach().item() for loss in losses]
 
