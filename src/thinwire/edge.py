@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -203,6 +204,11 @@ class LinkSender(_Link):
         start = time.perf_counter()
         sections: list[Section] = []
         values: list[int] = []
+        if len(tensors) != len(self.boundaries):
+            raise ValueError(
+                f"{self.names.here}: {len(tensors)} boundary tensors, "
+                f"{len(self.boundaries)} were declared in output_args"
+            )
         for boundary, tensor in zip(self.boundaries, tensors, strict=True):
             if self.travels(boundary):
                 found = self._encode(boundary, tensor, microbatch)
@@ -220,6 +226,8 @@ class LinkSender(_Link):
         self.timers.encode_s += time.perf_counter() - start
 
     def _encode(self, boundary: Boundary, x: Tensor | None, microbatch: int) -> list[Section]:
+        if x is not None:
+            self._check_declared(boundary, x, microbatch)
         if x is None:
             found = [Section(Kind.ABSENT)]
         elif not boundary.coded:
@@ -239,6 +247,19 @@ class LinkSender(_Link):
         for section in found:
             section.tensor = boundary.index
         return found
+
+    def _check_declared(self, boundary: Boundary, x: Tensor, microbatch: int) -> None:
+        """A larger tensor would not fit the receiver's buffer; gloo aborts its process on that."""
+        rows = self.plan.microbatches[microbatch].rows
+        most = boundary.shape_for(rows, self.plan.seq_len)
+        same_kind = x.dtype.is_floating_point == boundary.dtype.is_floating_point
+        fits = len(x.shape) == len(most) and all(map(operator.le, x.shape, most))
+        if not fits or not same_kind or (boundary.batched and x.shape[0] != rows):
+            raise ValueError(
+                f"{self.names.here}: boundary tensor {boundary.index} of micro-batch {microbatch} "
+                f"is {x.dtype} of shape {tuple(x.shape)}; {boundary.dtype} of at most {most} was "
+                "declared in output_args and input_args"
+            )
 
     def _encode_coded(self, boundary: Boundary, x: Tensor, microbatch: int) -> list[Section]:
         visit = self.visit(boundary, microbatch, tuple(x.shape))

@@ -295,3 +295,54 @@ def test_ranks_that_were_configured_differently_are_refused_at_set_up(
     for error in pool.run(disagree, what, world_size=2, raises=False):
         assert error.type_name == "ValueError"
         assert what in error.message
+
+
+class Larger(nn.Module):
+    """A stage that returns more than it declared."""
+
+    def __init__(self, stage: Stage, how: str) -> None:
+        super().__init__()
+        self.stage, self.how = stage, how
+
+    def forward(self, x: Tensor) -> Any:
+        y: Tensor = self.stage(x)
+        return {
+            "shape": torch.cat([y, y], -1),
+            "dtype": y.argmax(-1, keepdim=True).expand_as(y),
+            "count": (y, y),
+        }[self.how]
+
+
+def train_larger(rank: int, world_size: int, how: str) -> None:
+    case = Case()
+    stages, schedule, _ = build(rank, world_size, case, {0: Larger(Stage(0, 2), how)})
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("int4", "int8"), deadline=20)
+    ids, x, y = batch(0)
+    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "count"])
+def test_an_output_that_was_not_declared_is_refused_before_it_is_sent(pool: Pool, how: str) -> None:
+    first, second = pool.run(train_larger, how, world_size=2, raises=False)
+    assert first.type_name == "ValueError"
+    assert "declared in output_args" in first.message
+    assert second.type_name == "PeerAborted"
+
+
+def step_or_eval(rank: int, world_size: int) -> None:
+    """After a common step, one rank evaluates while the other trains."""
+    stages, schedule, _ = build(rank, world_size, Case())
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("int4", "int8"), deadline=20)
+    ids, x, y = batch(0)
+    inputs = (x,) if rank == 0 else ()
+    pipeline.step(*inputs, target=y, sample_ids=ids)
+    if rank == 0:
+        pipeline.step(*inputs, target=y, sample_ids=ids)
+    else:
+        pipeline.eval(*inputs, target=y)
+
+
+def test_ranks_that_call_different_kinds_of_steps_are_told_at_once(pool: Pool) -> None:
+    for error in pool.run(step_or_eval, world_size=2, raises=False):
+        assert "another kind of step" in error.message
+        assert error.seconds < 10

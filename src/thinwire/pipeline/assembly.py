@@ -17,12 +17,12 @@ from thinwire.edge import Boundary, EdgeEnd, LinkReceiver, LinkSender, Names
 from thinwire.frame import Direction, Place
 from thinwire.network import Transport
 from thinwire.pipeline.control import Control
+from thinwire.pipeline.engine import MOST_MICROBATCHES
 from thinwire.pipeline.plan import Plan
 from thinwire.pipeline.stage import PipelineStage
 from thinwire.schemes import Scheme
 
-#: Each directed link has a channel for each micro-batch.
-CHANNELS_A_LINK = 1 << 16
+CHANNELS_A_LINK = MOST_MICROBATCHES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -106,9 +107,10 @@ class Control:
         payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         for sub in (_HEADER, _RESULT):
             place = self._place(sub, self._sequence[sub])
+            parts = frame.build(place, [Section(Kind.ABORT, payload=payload)])
             for other in self.others:
-                parts = frame.build(place, [Section(Kind.ABORT, payload=payload)])
-                self.transport.send(self.addresses[other], self._channel + sub, parts)
+                with contextlib.suppress(TransportError):  # that one is gone: the others are not
+                    self.transport.send(self.addresses[other], self._channel + sub, parts)
 
     # How.
 

@@ -32,6 +32,9 @@ SINGLE = ("GPipe", "1F1B")
 #: Schedules that split the backward pass, which bypasses the hooks of DDP and FSDP2.
 _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBV")
 
+#: Each has a channel of its own on each link.
+MOST_MICROBATCHES = 1 << 16
+
 _HOOKS = {
     "get_fwd_recv_ops": ["fwd_chunk_id"],
     "get_bwd_recv_ops": ["bwd_chunk_id"],
@@ -100,8 +103,10 @@ def stages_of_rank(schedule: str, rank: int, world_size: int, num_stages: int) -
 def check_microbatches(schedule: str, num_stages: int, ranks: int, n_microbatches: int) -> None:
     """Raise ValueError where the schedule needs another number of micro-batches."""
     check_name(schedule)
-    if n_microbatches < 1:
-        raise ValueError(f"{n_microbatches} micro-batches; at least 1 is needed")
+    if not 1 <= n_microbatches <= MOST_MICROBATCHES:
+        raise ValueError(
+            f"{n_microbatches} micro-batches; 1 to {MOST_MICROBATCHES} can be numbered"
+        )
     if schedule == "1F1B" and n_microbatches < num_stages:
         raise ValueError(
             f"1F1B needs at least as many micro-batches as stages: {n_microbatches} < "

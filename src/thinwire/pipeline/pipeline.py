@@ -28,7 +28,7 @@ from thinwire.counters import LinkCounters, Timers, sum_reports
 from thinwire.edge import StepPlan
 from thinwire.errors import LinkError, NonFiniteError, PeerAborted
 from thinwire.frame import Direction
-from thinwire.network import GlooTransport, Transport
+from thinwire.network import GlooTransport, Transport, TransportError
 from thinwire.pipeline import engine
 from thinwire.pipeline.agreement import header, input_error, origin_of, step_plan
 from thinwire.pipeline.assembly import CHANNELS_A_LINK, Connector, Tie, compare, group_ranks
@@ -51,7 +51,10 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """Sum of the loss over valid tokens, and their number; equal on all ranks."""
+    """Sum of the loss over valid tokens, and their number; equal on all ranks.
+
+    Under another loss than TokenLoss: its mean over micro-batches, and 0.
+    """
 
     loss_sum: float
     tokens: int
@@ -163,9 +166,7 @@ class Pipeline:
             losses = self._run(plan, inputs, target)
             for tie in self._setup.ties:
                 self._sum_tied(tie)
-            mean = isinstance(self._loss, TokenLoss) or not losses
-            loss = math.fsum(losses) / (1 if mean else len(losses))
-            return self._finish(loss, self._tokens(target))
+            return self._finish(self._total(losses), self._tokens(target))
 
     def eval(
         self,
@@ -189,9 +190,14 @@ class Pipeline:
             finally:
                 for stage, mode in zip(self.stages, modes, strict=True):
                     stage.submod.train(mode)
-            found = self._control.gather_result([math.fsum(losses), self._tokens(target), 0, ""])
+            found = self._control.gather_result([self._total(losses), self._tokens(target)])
             self._settle()
         return EvalResult(math.fsum(f[0] for f in found), sum(f[1] for f in found))
+
+    def _total(self, losses: list[float]) -> float:
+        """The batch's loss: TokenLoss divides by the batch's tokens, others are averaged."""
+        parts = 1 if isinstance(self._loss, TokenLoss) else max(len(losses), 1)
+        return math.fsum(losses) / parts
 
     def _tokens(self, target: Tensor | None) -> int:
         counts = self._last is not None and isinstance(self._loss, TokenLoss)
@@ -297,14 +303,14 @@ class Pipeline:
         if announced["error"]:
             raise ValueError(announced["error"])
         mine = self._mismatch(announced, train, target, sample_ids)
-        if self._mode != train:
+        if self._mode != announced["train"]:
             # torch's own set-up messages come next: make sure that all ranks will take part
             with self._failing_together():
                 answers = self._control.gather_result(mine)
             mine = next((a for a in answers if a), None)
             if mine:
                 raise ValueError(mine)
-            self._mode = train
+            self._mode = announced["train"]
         plan = step_plan(announced, self._step, self.n_microbatches, self.seed)
         if mine:
             with self._failing_together():
@@ -346,11 +352,11 @@ class Pipeline:
             origin = origin_of(error)
             self._failed = str(origin) or type(origin).__name__
             kind = origin.kind if isinstance(origin, PeerAborted) else type(origin).__name__
-            with contextlib.suppress(Exception):
-                for end in self._ends:
-                    end.outgoing.abort(kind, self._failed)
-                self._control.abort(kind, self._failed)
-                self.transport.drain(_DRAIN_SECONDS)
+            tell = [*(end.outgoing.abort for end in self._ends), self._control.abort]
+            for abort in tell:
+                with contextlib.suppress(TransportError):  # that one is gone: the others are not
+                    abort(kind, self._failed)
+            self.transport.drain(_DRAIN_SECONDS)
             if origin is not error:
                 raise origin from error
             raise

@@ -135,7 +135,9 @@ class PipelineStage(pipelining.PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        if self.next is not None and self.has_backward:
+        if not self.has_backward:  # evaluation: schedules ask all the same
+            return
+        if self.next is not None:
             received = self.next.incoming.receive(bwd_chunk_id)
             outputs, _ = self.fwd_cache[bwd_chunk_id]
             # None would leave the gradient of an earlier micro-batch in torch's buffer
@@ -144,7 +146,7 @@ class PipelineStage(pipelining.PipelineStage):
                 for boundary, output, grad in zip(self.outputs, outputs, received, strict=True)
             )
             super().set_local_bwd_input(grads, bwd_chunk_id)
-        if self.has_backward and not kwargs.get("full_backward", True) and not self.is_first:
+        if not kwargs.get("full_backward", True) and not self.is_first:
             outputs, _ = self.fwd_cache[bwd_chunk_id]
             if _uses_a_parameter_twice(outputs):
                 # torch's split backward would walk a shared weight's graph twice, and fail
