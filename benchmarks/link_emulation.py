@@ -18,7 +18,9 @@ rate and latency:
 * both: the same in both directions at the same time;
 * ping-pong: one message at a time to and fro; the median time of a round.
 
-Each is run three times, and the median counts.
+Each is run three times, and the median counts. The shaped link needs processor time that a real
+one does not, the relay most of all: on two cores it falls behind its own rate at 300 Mbit/s both
+ways. What its bucket holds, it lets pass at once: 0.4 ms of each message at 100 Mbit/s.
 
 Needs root, ``ip`` and ``tc``; says so where namespaces cannot be made. Everything that it makes on
 the machine is removed at the end, after a failure and on Ctrl-C.
@@ -387,7 +389,9 @@ def stream(transport: Any, size: int, count: int, both: bool) -> float:
     handles: deque[Any] = deque()
     synchronize(transport)
     if receives:
-        handles.extend(transport.post_receive(peer, 1, size) for _ in range(WINDOW))
+        handles.extend(
+            transport.post_receive(peer, 1, size) for _ in range(min(WINDOW, warm + count))
+        )
     if both or transport.address == 0:
         for _ in range(warm + count):
             transport.send(peer, 1, [message])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
@@ -91,8 +92,8 @@ def _describe(boundaries: Sequence[Boundary]) -> list[dict[str, Any]]:
 
 
 def _digest(parameter: nn.Parameter) -> int:
-    data = parameter.detach().cpu().contiguous().view(-1)
-    return xxhash.xxh3_64_intdigest(data.numpy().data.cast("B"))
+    data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)  # numpy has no bf16
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 def _check(found: list[dict[str, Any]], num_stages: int) -> dict[int, Any]:
