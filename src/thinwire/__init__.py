@@ -1,7 +1,14 @@
 """thinwire: train PyTorch models over slow networks; what crosses a link is compressed."""
 
 from thinwire.codecs import Codec, codec, register_codec
-from thinwire.errors import FrameError, LinkError, NonFiniteError, PeerAborted, SpecError
+from thinwire.errors import (
+    EngineError,
+    FrameError,
+    LinkError,
+    NonFiniteError,
+    PeerAborted,
+    SpecError,
+)
 from thinwire.frame import pack, unpack
 from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
 from thinwire.pipeline import (
@@ -24,6 +31,7 @@ __all__ = [
     "SCHEDULES",
     "Codec",
     "EmulatedTransport",
+    "EngineError",
     "EvalResult",
     "FrameError",
     "GlooTransport",

@@ -19,6 +19,10 @@ class LinkError(RuntimeError):
     """A message that did not arrive, or arrived wrong; names stage, rank and micro-batch."""
 
 
+class EngineError(RuntimeError):
+    """This torch's pipelining engine is not one that our pipelines are written for."""
+
+
 class PeerAborted(LinkError):
     """Another stage gave up; the text is that stage's own reason.
 

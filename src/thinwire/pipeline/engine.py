@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.errors import EngineError
 from thinwire.spec import nearest
 
-#: Oldest torch whose hooks have been read, and the release that the tests run on.
+#: The release that the tests run on.
 TESTED_TORCH = "2.13.0"
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -49,23 +50,27 @@ _HOOKS = {
 
 
 def check_hooks() -> None:
-    """Raise RuntimeError, in one line, if this torch's stage lacks a hook that we override."""
+    """Raise EngineError, in one line, if this torch's engine lacks something that we rely on."""
     for name, wanted in _HOOKS.items():
         hook = getattr(pipelining.PipelineStage, name, None)
         found = list(inspect.signature(hook).parameters)[1:] if hook is not None else None
         if found is None or found[: len(wanted)] != wanted:
-            raise RuntimeError(
-                f"torch {torch.__version__}: PipelineStage.{name} takes {found}, thinwire expects "
-                f"{wanted}; install a torch that it is tested with ({TESTED_TORCH})"
-            )
+            _refuse(f"PipelineStage.{name} takes {found}, {wanted} is expected")
+    step = inspect.signature(schedules.ScheduleGPipe.step).parameters
+    made = inspect.signature(schedules.ScheduleGPipe).parameters
+    if not hasattr(schedules.ScheduleGPipe, "eval") or "return_outputs" not in step:
+        _refuse("its schedules cannot evaluate")
+    if "scale_grads" not in made:
+        _refuse("its schedules have no word on dividing gradients")
+    if hasattr(pipelining.PipelineStage, "_validate_fwd_input"):
+        _refuse("its stages accept one fixed shape only")
 
 
-def detaches_views() -> bool:
-    """Whether this torch detaches the last stage's outputs in place even where they are views.
-
-    Older releases (2.6 among them) do, which is an error for what a Linear layer returns.
-    """
-    return "_is_view" not in inspect.getsource(pipelining.PipelineStage.backward_one_chunk)
+def _refuse(why: str) -> typing.NoReturn:
+    raise EngineError(
+        f"torch {torch.__version__} has another pipelining engine than thinwire's pipelines are "
+        f"written for: {why}; install torch {TESTED_TORCH} (codecs work with this one too)"
+    )
 
 
 def check_name(name: str) -> None:
@@ -144,11 +149,7 @@ def build_schedule(
     check_microbatches(name, first.num_stages, first.group_size, n_microbatches)
     check_modules(name, [s.submod for s in stages])
     target: Any = stages[0] if name in SINGLE else stages
-    cls = SCHEDULES[name]
-    # older releases never divide gradients, and have no word for it
-    accepted = inspect.signature(cls).parameters
-    undivided = {"scale_grads": False} if "scale_grads" in accepted else {}
-    return cls(target, n_microbatches, loss_fn=loss_fn, **undivided)
+    return SCHEDULES[name](target, n_microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
 def check_modules(name: str, modules: Sequence[nn.Module]) -> None:
@@ -174,22 +175,6 @@ def schedule_name(schedule: Any) -> str:
 def microbatches_of(schedule: Any) -> int:
     """How many micro-batches a schedule object runs; torch has no public name for it."""
     return typing.cast(int, schedule._n_microbatches)
-
-
-def evaluator(schedule: Any) -> Callable[..., Any]:
-    """The schedule's forward-only step: its ``eval``, or what that does on releases without one."""
-    if hasattr(schedule, "eval"):
-        return typing.cast(Callable[..., Any], schedule.eval)
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        had_backward = schedule._has_backward
-        schedule._has_backward = False
-        try:
-            return schedule.step(*args, **kwargs)
-        finally:
-            schedule._has_backward = had_backward
-
-    return evaluate
 
 
 def loss_of(schedule: Any) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -133,11 +132,6 @@ class Pipeline:
         self._ends = connector.connect(self.stages)
         for end in self._ends:
             end.incoming.deadline = first_deadline
-        self._quiet = (
-            {"return_outputs": False}
-            if "return_outputs" in inspect.signature(schedule.step).parameters
-            else {}
-        )
 
     # Steps.
 
@@ -211,10 +205,10 @@ class Pipeline:
             forward = end.incoming.place.direction == Direction.FORWARD
             end.begin_step(plan, receives=plan.train or forward, sends=plan.train or not forward)
         losses: list[Tensor] = []
-        arguments: dict[str, Any] = dict(self._quiet)
+        arguments: dict[str, Any] = {"return_outputs": False}
         if self._last is not None:
             arguments |= {"target": target, "losses": losses}
-        run = self.schedule.step if plan.train else engine.evaluator(self.schedule)
+        run = self.schedule.step if plan.train else self.schedule.eval
         run(*(inputs if self._first is not None else ()), **arguments)
         return [loss.detach().item() for loss in losses]
 

@@ -17,7 +17,7 @@ from torch.distributed import pipelining
 
 from thinwire.counters import Timers
 from thinwire.edge import Boundary, EdgeEnd
-from thinwire.pipeline.engine import check_hooks, detaches_views
+from thinwire.pipeline.engine import check_hooks
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -41,7 +41,6 @@ class PipelineStage(pipelining.PipelineStage):
         **kwargs: Any,
     ) -> None:
         check_hooks()
-        self._detaches_views = detaches_views()
         inputs, outputs = _tuple(input_args), _tuple(output_args)
         if not inputs or not outputs:
             raise ValueError(
@@ -118,12 +117,6 @@ class PipelineStage(pipelining.PipelineStage):
             self.next.peer.outgoing.send(mb_index, next_stage_bwd_outputs)
 
     # Compute, on what has arrived.
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.is_last and self._detaches_views and isinstance(output, Tensor):
-            return output.clone() if output._is_view() else output
-        return output
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:

@@ -102,7 +102,9 @@ def _guarded(start: Start, run: Callable[[], None]) -> int:
 
 def _failure(error: Exception, rank: int) -> dict[str, Any]:
     """What the starting process needs to know of an error, and the line that is shown."""
-    expected = isinstance(error, ValueError | tw.LinkError | OSError | torch.OutOfMemoryError)
+    expected = isinstance(
+        error, ValueError | tw.LinkError | tw.EngineError | OSError | torch.OutOfMemoryError
+    )
     by_user = isinstance(error, ConfigError)
     kind = "" if expected else f"{type(error).__name__}: "
     return {
