@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import pytest
@@ -433,3 +434,23 @@ def test_a_weight_used_twice_gets_its_whole_gradient_under_zero_bubble(pool: Poo
     for other in found[1:]:
         for name, grad in found[0].items():
             assert torch.allclose(other[name], grad, atol=1e-7), name
+
+
+def many_pipelines(rank: int, world_size: int) -> Any:
+    """Open files after some pipelines were made, used and closed, and after twice as many."""
+    found = []
+    for turn in range(8):
+        stages, schedule, _ = build(rank, world_size, Case())
+        pipeline = tw.Pipeline(schedule, stages, tw.Plan("delta(int4)", "int8"), deadline=20)
+        ids, x, y = batch(0)
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+        pipeline.close()
+        pipeline.close()
+        if turn in (3, 7):
+            found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def test_a_closed_pipeline_leaves_no_connection_behind(pool: Pool) -> None:
+    for after_four, after_eight in pool.run(many_pipelines, world_size=2):
+        assert after_eight <= after_four

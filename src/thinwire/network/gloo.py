@@ -50,6 +50,7 @@ class GlooTransport(Transport):
         self, group: dist.ProcessGroup | None = None, ranks: list[int] | None = None
     ) -> None:
         super().__init__()
+        self._owned = group is None
         if group is None:
             if not dist.is_initialized():
                 raise ValueError("GlooTransport needs torch.distributed.init_process_group first")
@@ -102,6 +103,14 @@ class GlooTransport(Transport):
         thread = threading.Thread(target=_await_all, args=(pending,), daemon=True)
         thread.start()
         thread.join(timeout)
+
+    def close(self) -> None:
+        super().close()
+        if self._owned:
+            self._owned = False
+            self._pending.clear()
+            # its connections and threads; receives that are still posted go with it
+            dist.destroy_process_group(self._group)
 
 
 def _await_all(pending: list[tuple[dist.Work, Tensor]]) -> None:

@@ -392,5 +392,6 @@ class Pipeline:
         return digests
 
     def close(self) -> None:
-        """Release the transport."""
+        """Release the transport; the pipeline is unusable afterwards."""
+        self._failed = self._failed or "it was closed"
         self.transport.close()
