@@ -1,31 +1,78 @@
 """thinwire: train PyTorch models over slow networks; what crosses a link is compressed."""
 
-from thinwire.codecs import Codec, codec, register_codec
-from thinwire.errors import (
-    EngineError,
-    FrameError,
-    LinkError,
-    NonFiniteError,
-    PeerAborted,
-    SpecError,
-)
-from thinwire.frame import pack, unpack
-from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
-from thinwire.pipeline import (
-    SCHEDULES,
-    EvalResult,
-    Pipeline,
-    PipelineStage,
-    Plan,
-    StepResult,
-    TokenLoss,
-    build_schedule,
-    stages_of_rank,
-)
-from thinwire.schemes import Scheme, scheme
-from thinwire.spec import parse
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from thinwire.codecs import Codec, codec, register_codec
+    from thinwire.errors import (
+        EngineError,
+        FrameError,
+        LinkError,
+        NonFiniteError,
+        PeerAborted,
+        SpecError,
+    )
+    from thinwire.frame import pack, unpack
+    from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
+    from thinwire.pipeline import (
+        SCHEDULES,
+        EvalResult,
+        Pipeline,
+        PipelineStage,
+        Plan,
+        StepResult,
+        TokenLoss,
+        build_schedule,
+        stages_of_rank,
+    )
+    from thinwire.schemes import Scheme, scheme
+    from thinwire.spec import parse
+
+# Names are imported when first used: torch takes seconds, and the command's errors need none of it.
+_HOMES = {
+    "thinwire.codecs": ("Codec", "codec", "register_codec"),
+    "thinwire.errors": (
+        "EngineError",
+        "FrameError",
+        "LinkError",
+        "NonFiniteError",
+        "PeerAborted",
+        "SpecError",
+    ),
+    "thinwire.frame": ("pack", "unpack"),
+    "thinwire.network": ("EmulatedTransport", "GlooTransport", "MemoryTransport", "Transport"),
+    "thinwire.pipeline": (
+        "SCHEDULES",
+        "EvalResult",
+        "Pipeline",
+        "PipelineStage",
+        "Plan",
+        "StepResult",
+        "TokenLoss",
+        "build_schedule",
+        "stages_of_rank",
+    ),
+    "thinwire.schemes": ("Scheme", "parse", "scheme"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
 
 __all__ = [
     "SCHEDULES",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thinwire import frame
 from thinwire.codecs import codec
+from thinwire.codecs.base import unfit_value
 from thinwire.counters import LinkCounters, Timers
 from thinwire.errors import FrameError, LinkError, NonFiniteError, PeerAborted
 from thinwire.frame import Direction, Kind, Place, Section
@@ -265,7 +266,9 @@ class LinkSender(_Link):
         visit = self.visit(boundary, microbatch, tuple(x.shape))
         scheme = self.active_scheme()
         if isinstance(scheme, Value) and scheme.codec == _RAW and self.plan.train:
-            _check_finite(x)
+            valid = x if visit.valid is None else _valid(x, visit)
+            if not bool(torch.isfinite(valid).all()):
+                raise unfit_value(x, scheme, visit.valid, len(visit.lengths))
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
         return state.encode(x, microbatch, visit)
 
@@ -422,12 +425,9 @@ def _aborted(section: Section) -> PeerAborted:
     return PeerAborted(why, kind)
 
 
-def _check_finite(x: Tensor) -> None:
-    if not bool(torch.isfinite(x).all()):
-        flat = int(torch.nonzero(~torch.isfinite(x.flatten()))[0])
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
-        value = float(x.flatten()[flat])
-        raise NonFiniteError(f"{value} at index {index} of a tensor of shape {tuple(x.shape)}")
+def _valid(x: Tensor, visit: Visit) -> Tensor:
+    """The values of ``x`` [rows, …] that travel, end to end."""
+    return torch.cat([row.flatten()[:n] for row, n in zip(x, visit.lengths, strict=True)])
 
 
 def _to_host(sections: list[Section], build: Callable[[], list[memoryview]]) -> tuple[Any, Any]:

@@ -48,6 +48,12 @@ _DTYPES = (
     torch.complex128,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -143,6 +149,11 @@ def nbytes(sections: Sequence[Section]) -> int:
 
 def _section_entry(section: Section) -> bytes:
     name = section.codec.encode("ascii")
+    if section.dtype not in _DTYPE_CODES or len(section.shape) > _MAX_DIMS:
+        raise ValueError(
+            f"a tensor of {section.dtype} with {len(section.shape)} dimensions cannot be framed; "
+            f"at most {_MAX_DIMS} dimensions, and torch's plain dtypes, can"
+        )
     stateful = section.versions is not None
     entry = _SECTION.pack(
         section.tensor,
@@ -169,7 +180,10 @@ def parse(data: Buffer, expect: Place | None = None) -> tuple[Place, list[Sectio
     Payload tensors are views of ``data`` where it is writable, else copies. Raises FrameError
     with the reason if the bytes are short, long, corrupt, of another version or for another place.
     """
-    view = memoryview(data).cast("B")
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise FrameError(f"a frame is contiguous bytes, not {type(data).__name__}") from error
     place, count = _check(view, expect)
     reader = _TableReader(view, _HEADER.size, len(view) - _CHECKSUM.size)
     entries = [reader.entry(k) for k in range(count)]

@@ -54,3 +54,13 @@ def test_a_lazily_conjugated_tensor_is_sent_with_its_values():
 def test_the_payload_is_the_tensors_own_bytes():
     x = torch.tensor([[1.0, -2.0]])
     assert bytes(codec("raw").encode(x).tolist()) == x.numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["raw", "bf16", "fp16", "int4", "fp8"])
+@pytest.mark.parametrize("lengths", [None, [1] * 4, [0] * 4])
+def test_strides_hidden_by_a_dimension_of_one_or_none_are_no_obstacle(name, lengths):
+    x = torch.randn(6, 4).t()  # four rows of six values, column-major
+    x = x if lengths else x[:, :1]
+    coder = codec(name)
+    payload = coder.encode(x, lengths=lengths)
+    assert torch.equal(payload, coder.encode(x.contiguous().clone(), lengths=lengths))

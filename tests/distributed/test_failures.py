@@ -17,6 +17,7 @@ import thinwire as tw
 from tests.distributed.pool import Pool
 from tests.distributed.setup import Case, Stage, batch, build
 from tests.distributed.worker import RankError
+from thinwire.pipeline.agreement import check_deadline
 
 DELTA = Case(num_stages=4, forward="delta(int4)", backward="int8")
 
@@ -222,7 +223,7 @@ def wrong_inputs(rank: int, world_size: int) -> list[str]:
     pipeline = tw.Pipeline(schedule, stages, tw.Plan(case.forward, case.backward), deadline=20)
     ids, x, y = batch(0)
     longer = torch.zeros(8, 13, dtype=torch.int64)
-    wrong: list[tuple[tuple[Tensor, ...], dict[str, Tensor]]] = [
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((longer,), {"target": longer, "sample_ids": ids}),
         ((torch.cat([x, x]),), {"target": torch.cat([y, y]), "sample_ids": torch.cat([ids, ids])}),
         ((x[:3],), {"target": y[:3], "sample_ids": ids[:3]}),
@@ -230,6 +231,12 @@ def wrong_inputs(rank: int, world_size: int) -> list[str]:
         ((x,), {"target": y, "sample_ids": ids[:5]}),
         ((x,), {"target": y, "sample_ids": ids, "lengths": torch.full((8,), 99)}),
         ((x, x), {"target": y, "sample_ids": ids}),
+        ((x.numpy(),), {"target": y, "sample_ids": ids}),
+        ((None,), {"target": y, "sample_ids": ids}),
+        ((x,), {"target": y, "sample_ids": ids.tolist()}),
+        ((x,), {"target": y, "sample_ids": ids, "lengths": [12] * 8}),
+        ((x.float(),), {"target": y, "sample_ids": ids}),
+        ((x.to("meta"),), {"target": y, "sample_ids": ids}),
     ]
     found = []
     for inputs, known in wrong:
@@ -258,6 +265,12 @@ def test_wrong_inputs_are_the_same_value_error_on_all_ranks_and_the_next_step_wo
         "sample_ids must be int64",
         "lengths must be within",
         "takes 1 inputs",
+        "a ndarray",
+        "a NoneType",
+        "not a list",
+        "not a list",
+        "torch.float32",
+        "a meta tensor",
     ]
     for text, part in zip(first, expected, strict=True):
         assert part in text
@@ -282,13 +295,17 @@ def test_loaders_that_disagree_on_the_samples_are_found_at_once(pool: Pool, agre
 
 
 def disagree(rank: int, world_size: int, what: str) -> None:
-    case = Case(microbatches=4 if rank == 0 or what != "microbatches" else 8)
+    other = what if rank else ""
+    case = Case(microbatches=8 if other == "microbatches" else 4)
     stages, schedule, _ = build(rank, world_size, case)
-    plan = tw.Plan("int4" if rank == 0 or what != "plan" else "int3", "int8")
-    tw.Pipeline(schedule, stages, plan, deadline=20, first_deadline=20)
+    if other == "loss":
+        schedule = tw.build_schedule(case.schedule, stages, case.microbatches, None)
+    plan = tw.Plan("int3" if other == "plan" else "int4", "int8")
+    norm = 1.0 if other == "max_grad_norm" else None
+    tw.Pipeline(schedule, stages, plan, max_grad_norm=norm, deadline=20, first_deadline=20)
 
 
-@pytest.mark.parametrize("what", ["microbatches", "plan"])
+@pytest.mark.parametrize("what", ["microbatches", "plan", "max_grad_norm", "loss"])
 def test_ranks_that_were_configured_differently_are_refused_at_set_up(
     pool: Pool, what: str
 ) -> None:
@@ -346,3 +363,73 @@ def test_ranks_that_call_different_kinds_of_steps_are_told_at_once(pool: Pool) -
     for error in pool.run(step_or_eval, world_size=2, raises=False):
         assert "another kind of step" in error.message
         assert error.seconds < 10
+
+
+def survive(rank: int, world_size: int, victim: int, phase: str) -> tuple[str, float]:
+    """One rank is killed in a step; the others catch the error and go on living."""
+
+    class Killing(nn.Module):
+        def __init__(self, stage: Stage) -> None:
+            super().__init__()
+            self.stage, self.calls = stage, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y: Tensor = self.stage(x)
+            if self.calls == 4 + 2:
+                if phase == "forward":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                y.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL))
+            return y
+
+    case = Case(num_stages=world_size)
+    modules: dict[int, nn.Module] = {victim: Killing(Stage(victim, world_size))}
+    stages, schedule, _ = build(rank, world_size, case, modules)
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("delta(int4)", "int8"), deadline=20)
+    for step in range(3):
+        ids, x, y = batch(step)
+        start = time.monotonic()
+        try:
+            pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+        except tw.LinkError as error:
+            found = (str(error), time.monotonic() - start)
+            time.sleep(4)  # its connections stay open
+            return found
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(("victim", "phase"), [(0, "forward"), (1, "backward"), (3, "forward")])
+def test_survivors_tell_each_other_of_a_killed_rank(pool: Pool, victim: int, phase: str) -> None:
+    found = pool.run(survive, victim, phase, world_size=4, raises=False)
+    for rank in set(range(4)) - {victim}:
+        text, seconds = found[rank]
+        assert f"rank {victim}" in text
+        assert seconds < 10
+
+
+def fixed_shapes(rank: int, world_size: int) -> list[str]:
+    """An edge that is off takes whole batches only, and says so on every rank."""
+    stages, schedule, _ = build(rank, world_size, Case())
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("off", "off"), deadline=20)
+    found = []
+    for rows, length in ((8, 12), (7, 12), (8, 11), (8, 12)):
+        ids, x, y = batch(0, rows, length)
+        try:
+            pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+            found.append("trained")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_edge_that_is_off_refuses_short_batches_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(fixed_shapes, world_size=2)
+    assert first == second
+    assert [text == "trained" for text in first] == [True, False, False, True]
+    assert "use raw there" in first[1]
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, math.inf, 1e300])
+def test_a_deadline_that_cannot_be_kept_is_refused(deadline: float) -> None:
+    with pytest.raises(ValueError, match="deadline"):
+        check_deadline(deadline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
+import pathlib
 from typing import Any
 
 import pytest
@@ -447,10 +447,48 @@ def many_pipelines(rank: int, world_size: int) -> Any:
         pipeline.close()
         pipeline.close()
         if turn in (3, 7):
-            found.append(len(os.listdir("/proc/self/fd")))
+            found.append(len(list(pathlib.Path("/proc/self/fd").iterdir())))
     return found
 
 
 def test_a_closed_pipeline_leaves_no_connection_behind(pool: Pool) -> None:
     for after_four, after_eight in pool.run(many_pipelines, world_size=2):
         assert after_eight <= after_four
+
+
+def tied_in(rank: int, world_size: int, dtype: torch.dtype) -> bool:
+    """A step with a large tied parameter of another dtype."""
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.weight = nn.Parameter((torch.randn(400, DIM) * 0.1).to(dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == 0:
+                return nn.functional.embedding(x, self.weight).float()
+            return nn.functional.linear(x.to(dtype), self.weight).float()
+
+    module = Ends()
+    hidden = torch.empty(2, LENGTH, DIM, device="meta", requires_grad=True)
+    tokens = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
+    logits = torch.empty(2, LENGTH, 400, device="meta", requires_grad=True)
+    stage = tw.PipelineStage(
+        module,
+        rank,
+        2,
+        "cpu",
+        input_args=hidden if rank else tokens,
+        output_args=logits if rank else hidden,
+    )
+    schedule = tw.build_schedule("1F1B", [stage], 4, tw.TokenLoss())
+    pipeline = tw.Pipeline(schedule, [stage], tied={"w": module.weight}, deadline=20)
+    ids, x, y = batch(0)
+    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+    return bool(module.weight.grad is not None and module.weight.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tied_parameters_may_have_any_float_dtype(pool: Pool, dtype: torch.dtype) -> None:
+    assert all(pool.run(tied_in, dtype, world_size=2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -92,8 +93,10 @@ class Codec(Named):
                 rows_out = out[where].view(count, width)
             else:
                 rows_out = out.new_empty((part.shape[0], width))
-            if not self._encode_rows(part.contiguous(), seeds[index], rows_out):
-                raise self._not_codable(x, x2, sizes)
+            # row-major even where a dimension of size 1 hides a stride from contiguous()
+            part = part.reshape(-1).contiguous().view(part.shape[0], size)
+            if not self._encode_rows(part, seeds[index], rows_out):
+                raise unfit_value(x, self, lengths, count)
             if isinstance(where, Tensor):
                 out[where] = rows_out.flatten()
         return out[:total]
@@ -172,25 +175,29 @@ class Codec(Named):
             where = (first[:, None] + torch.arange(width)).flatten()
             yield torch.tensor(index, dtype=torch.int64), size, where
 
-    def _not_codable(self, x: Tensor, x2: Tensor, sizes: list[int] | None) -> NonFiniteError:
-        """The error for the first value that is not finite, or that this format cannot hold."""
-        valid = x2 if sizes is None else x2.clone()
-        for row, size in enumerate(sizes or ()):
-            valid[row, size:] = 0
-        bad = torch.nonzero(~torch.isfinite(valid.flatten()))
-        if len(bad):
-            flat = int(bad[0])
-            what = f"{float(valid.flatten()[flat])}"
-        else:
-            flat = int(valid.flatten().abs().to(torch.float64).argmax())
-            what = f"{float(valid.flatten()[flat])}, which {self} cannot hold,"
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
-        return NonFiniteError(f"{what} at index {index} of a tensor of shape {tuple(x.shape)}")
+
+def unfit_value(x: Tensor, codec: object, lengths: Lengths | None, rows: int) -> NonFiniteError:
+    """The error for the first value of ``x`` that is not finite, or that ``codec`` cannot hold.
+
+    Values beyond each row's length do not count.
+    """
+    valid = x.detach().reshape(rows, -1)
+    valid = valid.to(torch.float64, copy=True)  # isfinite knows no 8-bit floats
+    for row, size in enumerate(_sizes(lengths, *valid.shape) or ()):
+        valid[row, size:] = 0
+    bad = torch.nonzero(~torch.isfinite(valid.flatten()))
+    flat = int(bad[0]) if len(bad) else int(valid.flatten().abs().argmax())
+    found = float(valid.flatten()[flat])
+    what = f"{found}" if len(bad) else f"{found}, which {codec} cannot hold,"
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
+    return NonFiniteError(f"{what} at index {index} of a tensor of shape {tuple(x.shape)}")
 
 
 def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
     """(rows, values a row) of a tensor."""
     numel = math.prod(shape)
+    if any(d < 0 for d in shape):
+        raise ValueError(f"a shape has no negative sizes, as {tuple(shape)} has")
     if rows is None:
         rows = shape[0] if len(shape) >= 2 else 1
         return rows, (math.prod(shape[1:]) if len(shape) >= 2 else numel)
@@ -203,7 +210,7 @@ def _sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
     if lengths is None:
         return None
     raw = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    sizes = [int(v) for v in raw]
+    sizes = [operator.index(v) for v in raw]
     if len(sizes) != count:
         raise ValueError(f"{len(sizes)} lengths for {count} rows")
     for row, size in enumerate(sizes):

@@ -8,20 +8,38 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.edge import Boundary, MicroBatch, StepPlan
-from thinwire.errors import LinkError, NonFiniteError
+from thinwire.errors import LinkError, NonFiniteError, PeerAborted
+from thinwire.network import TransportError
+
+_LONGEST_DEADLINE = 7 * 86400
+
+
+def check_deadline(seconds: float) -> None:
+    """Raise ValueError for a time that no wait can keep."""
+    if not 0 < seconds <= _LONGEST_DEADLINE:
+        raise ValueError(
+            f"a deadline of {seconds} s: it must be over 0 and at most {_LONGEST_DEADLINE} s"
+        )
 
 
 def input_error(
     boundaries: Sequence[Boundary],
     max_rows: int,
     n_microbatches: int,
-    inputs: Sequence[Tensor],
-    sample_ids: Tensor | None,
-    lengths: Tensor | None,
+    inputs: Sequence[Any],
+    sample_ids: Any,
+    lengths: Any,
+    fixed: bool,
 ) -> str | None:
-    """What is wrong with the inputs of the first stage, in one line; None if nothing is."""
+    """What is wrong with the inputs of the first stage, in one line; None if nothing is.
+
+    ``fixed``: an edge is left to torch's operations, which take the declared shape only.
+    """
     if len(inputs) != len(boundaries):
         return f"the first stage takes {len(boundaries)} inputs, {len(inputs)} were given"
+    for boundary, x in zip(boundaries, inputs, strict=True):
+        if not isinstance(x, Tensor) or x.is_meta:
+            return f"input {boundary.index} is {_kind_of(x)}; a tensor with values is needed"
     sizes = list(inputs[0].shape)
     rows = sizes[0] if sizes else 0
     if rows < n_microbatches:
@@ -36,18 +54,42 @@ def input_error(
                 f"input {boundary.index} has shape {tuple(x.shape)}; at most {most} was declared "
                 "(input_args of the stages, times the micro-batches)"
             )
-    for what, values in (("sample_ids", sample_ids), ("lengths", lengths)):
-        if values is not None and (str(values.dtype) != "torch.int64" or values.shape != (rows,)):
+        if fixed and tuple(x.shape) != most:
             return (
-                f"{what} must be int64 of shape ({rows},), "
-                f"not {values.dtype} of shape {tuple(values.shape)}"
+                f"input {boundary.index} has shape {tuple(x.shape)}; with an edge that is off, "
+                f"torch's operations take {most} only: use raw there, or fill the batch up"
             )
-    if lengths is not None:
-        longest = sizes[1] if len(sizes) > 1 else 1
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > longest:
-            return f"lengths must be within 0 … {longest}, found {low} … {high}"
+        if x.dtype.is_floating_point != boundary.dtype.is_floating_point:
+            return f"input {boundary.index} is {x.dtype}; {boundary.dtype} was declared"
+    return _per_row_error("sample_ids", sample_ids, rows) or _lengths_error(lengths, sizes)
+
+
+def _per_row_error(what: str, values: Any, rows: int) -> str | None:
+    if values is None:
+        return None
+    if not isinstance(values, Tensor):
+        return f"{what} must be an int64 tensor of shape ({rows},), not {_kind_of(values)}"
+    if str(values.dtype) != "torch.int64" or values.shape != (rows,):
+        return (
+            f"{what} must be int64 of shape ({rows},), "
+            f"not {values.dtype} of shape {tuple(values.shape)}"
+        )
     return None
+
+
+def _lengths_error(lengths: Any, sizes: Sequence[int]) -> str | None:
+    wrong = _per_row_error("lengths", lengths, sizes[0])
+    if lengths is None or wrong:
+        return wrong
+    longest = sizes[1] if len(sizes) > 1 else 1
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high > longest:
+        return f"lengths must be within 0 … {longest}, found {low} … {high}"
+    return None
+
+
+def _kind_of(value: Any) -> str:
+    return "a meta tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def header(
@@ -59,15 +101,17 @@ def header(
     error: str | None,
 ) -> dict[str, Any]:
     """What the first stage's rank tells the others of a step, as JSON values."""
-    shape = list(inputs[0].shape) if inputs else []
+    if error is not None:
+        return {"error": error}
+    shape = list(inputs[0].shape)
     return {
-        "error": error,
+        "error": None,
         "train": train,
         "codec": codec,
         "rows": shape[0] if shape else 0,
         "seq_len": shape[1] if len(shape) > 1 else None,
-        "ids": None if sample_ids is None or error else sample_ids.tolist(),
-        "lengths": None if lengths is None or error else lengths.tolist(),
+        "ids": None if sample_ids is None else sample_ids.tolist(),
+        "lengths": None if lengths is None else lengths.tolist(),
     }
 
 
@@ -103,11 +147,26 @@ def split_rows(
     return tuple(found)
 
 
-def origin_of(error: BaseException) -> BaseException:
+def origin_of(error: BaseException, rank: int) -> BaseException:
     """The error of ours inside one that torch's schedule wrapped around it, else the error."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (LinkError, NonFiniteError)):
+        if isinstance(cause, LinkError | NonFiniteError):
             return cause
+        if isinstance(cause, TransportError):
+            return LinkError(f"rank {rank}: {cause}")
         cause = cause.__cause__
     return error
+
+
+def reason_of(error: BaseException, rank: int) -> tuple[str, str]:
+    """(kind, text) of an error for the other ranks: ours as it is, others by their first cause."""
+    if isinstance(error, PeerAborted):
+        return error.kind, str(error)
+    if isinstance(error, LinkError | NonFiniteError):
+        return type(error).__name__, str(error)
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    kind = type(first).__name__
+    return kind, f"a stage of rank {rank} failed with {kind}: {' '.join(str(first).split())}"

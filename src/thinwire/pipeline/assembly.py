@@ -53,10 +53,12 @@ def compare(
     control: Control,
     stages: Sequence[PipelineStage],
     plan: Plan,
-    n_microbatches: int,
+    settings: dict[str, Any],
     tied: Mapping[str, nn.Parameter],
 ) -> Setup:
     """Tell all ranks what this one was given, and agree on the run's number (collective).
+
+    ``settings`` are JSON values that must be the same on all ranks.
 
     Marks the stages' boundary tensors with the dimensions that vary. Raises the same ValueError on
     every rank if they differ, or if stages do not fit together.
@@ -65,8 +67,8 @@ def compare(
     found = control.gather_setup(
         {
             "run": int.from_bytes(os.urandom(8), "little"),
+            **settings,
             "plan": [plan.forward, plan.backward, sorted(plan.edges.items())],
-            "microbatches": n_microbatches,
             "stages": {
                 str(s.stage_index): [_describe(s.inputs), _describe(s.outputs)] for s in stages
             },
@@ -74,7 +76,7 @@ def compare(
         }
     )
     control.run = found[0]["run"]
-    by_stage = _check(found, num_stages)
+    by_stage = _check(found, num_stages, ["plan", *settings])
     declared = by_stage[0][0][0]["shape"]
     max_rows = declared[0] if declared else 1
     max_len = declared[1] if len(declared) > 1 else None
@@ -96,16 +98,19 @@ def _digest(parameter: nn.Parameter) -> int:
     return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
-def _check(found: list[dict[str, Any]], num_stages: int) -> dict[int, Any]:
+def _check(found: list[dict[str, Any]], num_stages: int, same: list[str]) -> dict[int, Any]:
     """(inputs, outputs) by stage; ValueError where the ranks do not fit together."""
     for rank, other in enumerate(found):
-        for key in ("microbatches", "plan"):
+        for key in same:
             if json.dumps(other[key]) != json.dumps(found[0][key]):
                 raise ValueError(
                     f"rank {rank} has {key} {other[key]}, rank 0 {found[0][key]}: "
                     "all ranks need the same"
                 )
     stages = {int(k): v for other in found for k, v in other["stages"].items()}
+    for edge in (int(e) for e, _ in found[0]["plan"][2]):
+        if not 0 <= edge < num_stages - 1:
+            raise ValueError(f"the plan names edge {edge}; there are {num_stages - 1}, from 0")
     for index in range(num_stages):
         if index not in stages:
             raise ValueError(f"no rank holds stage {index} of {num_stages}")
@@ -213,7 +218,7 @@ class Connector:
                 transport,
                 self.address(there),
                 Place(self.run, 0, 0, edge, direction),
-                (2 * edge + int(direction)) * CHANNELS_A_LINK,
+                (1 + 2 * edge + int(direction)) * CHANNELS_A_LINK,
                 schemes[int(direction)],
                 boundaries,
                 self.timers,

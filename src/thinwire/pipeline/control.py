@@ -23,7 +23,7 @@ class Control:
     """Messages among all ranks of a pipeline, framed, counted and bounded like all others.
 
     ``addresses``: the ranks' transport addresses, in order; this one is ``addresses[rank]``.
-    ``channel`` is the first of a range that no link uses.
+    Its channels are the first of the transport's; links have those after them.
     """
 
     def __init__(
@@ -31,13 +31,11 @@ class Control:
         transport: Transport,
         rank: int,
         addresses: Sequence[int],
-        channel: int,
     ) -> None:
         self.transport, self.rank, self.addresses = transport, rank, list(addresses)
         self.deadline = 60.0
         self.counters = LinkCounters(-1, "control", "raw")
         self.run = 0
-        self._channel = channel
         self._sequence = dict.fromkeys((_INIT, _HEADER, _RESULT), 0)
         self._max = {_INIT: 1 << 20, _HEADER: _SMALL, _RESULT: _SMALL}
         self._posted: dict[tuple[int, int], Handle] = {}
@@ -82,7 +80,7 @@ class Control:
         """Every owner's float32 tensor of one shape, in owner order; this rank is an owner."""
         step = self._sequence[_RESULT]
         place = self._place(3 + slot, step)
-        size = frame.MIN_BYTES + frame.MAX_ENTRY_BYTES + 4 * x.numel() + _SMALL
+        size = frame.MIN_BYTES + frame.MAX_ENTRY_BYTES + x.nbytes + _SMALL
         handles = {r: self._receive_from(r, 3 + slot, size) for r in owners if r != self.rank}
         payload = x.detach().contiguous().view(-1).view(torch.uint8).cpu()
         section = Section(Kind.VALUE, "raw", x.dtype, tuple(x.shape), payload)
@@ -105,12 +103,12 @@ class Control:
         """Tell all ranks, wherever they wait for this one, that it gives up."""
         text = f"{kind}\n{why}".encode()[:2048]
         payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        for sub in (_HEADER, _RESULT):
+        for sub in (_INIT, _HEADER, _RESULT):
             place = self._place(sub, self._sequence[sub])
             parts = frame.build(place, [Section(Kind.ABORT, payload=payload)])
             for other in self.others:
                 with contextlib.suppress(TransportError):  # that one is gone: the others are not
-                    self.transport.send(self.addresses[other], self._channel + sub, parts)
+                    self.transport.send(self.addresses[other], sub, parts)
 
     # How.
 
@@ -147,15 +145,13 @@ class Control:
         self.counters.count([section], frame.nbytes([section]), [values], True)
         parts = frame.build(place, [section])
         try:
-            self.transport.send(self.addresses[target], self._channel + sub, parts)
+            self.transport.send(self.addresses[target], sub, parts)
         except TransportError as error:
             raise self._error("to", target, error) from error
 
     def _receive_from(self, source: int, sub: int, max_bytes: int) -> Handle:
         try:
-            return self.transport.post_receive(
-                self.addresses[source], self._channel + sub, max_bytes
-            )
+            return self.transport.post_receive(self.addresses[source], sub, max_bytes)
         except TransportError as error:
             raise self._error("from", source, error) from error
 

@@ -25,12 +25,19 @@ from torch import Tensor, nn
 
 from thinwire.counters import LinkCounters, Timers, sum_reports
 from thinwire.edge import StepPlan
-from thinwire.errors import LinkError, NonFiniteError, PeerAborted
+from thinwire.errors import LinkError, NonFiniteError
 from thinwire.frame import Direction
 from thinwire.network import GlooTransport, Transport, TransportError
 from thinwire.pipeline import engine
-from thinwire.pipeline.agreement import header, input_error, origin_of, step_plan
-from thinwire.pipeline.assembly import CHANNELS_A_LINK, Connector, Tie, compare, group_ranks
+from thinwire.pipeline.agreement import (
+    check_deadline,
+    header,
+    input_error,
+    origin_of,
+    reason_of,
+    step_plan,
+)
+from thinwire.pipeline.assembly import Connector, Tie, compare, group_ranks
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.plan import Plan
@@ -98,6 +105,8 @@ class Pipeline:
         self.n_microbatches = engine.microbatches_of(schedule)
         if window < 1:
             raise ValueError(f"window={window}: at least 1 receive has to be posted ahead")
+        check_deadline(deadline)
+        check_deadline(first_deadline)
         name = engine.schedule_name(schedule)
         first = self.stages[0]
         engine.check_microbatches(name, first.num_stages, first.group_size, self.n_microbatches)
@@ -117,11 +126,25 @@ class Pipeline:
             self.transport,
             self.rank,
             [0] if self.transport.in_process else range(first.group_size),
-            2 * first.num_stages * CHANNELS_A_LINK,
         )
         self._control.deadline = first_deadline
-        self._setup = compare(
-            self._control, self.stages, self.plan, self.n_microbatches, tied or {}
+        settings = {
+            "schedule": name,
+            "microbatches": self.n_microbatches,
+            "num_stages": first.num_stages,
+            "loss": self._loss is not None,
+            "max_grad_norm": max_grad_norm,
+            "seed": seed,
+        }
+        try:
+            self._setup = compare(self._control, self.stages, self.plan, settings, tied or {})
+        except LinkError as error:  # a ValueError is raised on all ranks alike
+            self._control.abort(*reason_of(error, self.rank))
+            self.transport.drain(_DRAIN_SECONDS)
+            raise
+        self._fixed = any(
+            self.plan.schemes(edge) is None and rank_of[edge] != rank_of[edge + 1]
+            for edge in range(first.num_stages - 1)
         )
         self._control.allow_header(self._setup.max_rows * self.n_microbatches)
         schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
@@ -287,6 +310,7 @@ class Pipeline:
                 inputs,
                 sample_ids,
                 lengths,
+                self._fixed,
             )
             if error is None and train and sample_ids is None and self._needs_keys:
                 error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
@@ -317,19 +341,21 @@ class Pipeline:
         self,
         header: dict[str, Any],
         train: bool,
-        target: Tensor | None,
-        sample_ids: Tensor | None,
+        target: Any,
+        sample_ids: Any,
     ) -> str | None:
         """Why this rank cannot take part in the step that the first stage announced."""
         if header["train"] != train:
             return (
                 f"rank {self.rank} was called for another kind of step than the first stage's rank"
             )
+        if sample_ids is not None and not isinstance(sample_ids, Tensor):
+            return f"rank {self.rank} was given sample_ids that are no tensor"
         if sample_ids is not None and header["ids"] not in (None, sample_ids.tolist()):
             return f"rank {self.rank} was given other sample_ids than the first stage's rank"
         if self._last is not None and engine.loss_of(self.schedule) is not None:
-            if target is None:
-                return f"rank {self.rank} holds the last stage and needs target"
+            if not isinstance(target, Tensor) or target.dim() == 0:
+                return f"rank {self.rank} holds the last stage and needs target, a tensor of rows"
             if target.shape[0] != header["rows"]:
                 return (
                     f"rank {self.rank} was given a target of {target.shape[0]} rows, "
@@ -343,9 +369,8 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            origin = origin_of(error)
-            self._failed = str(origin) or type(origin).__name__
-            kind = origin.kind if isinstance(origin, PeerAborted) else type(origin).__name__
+            origin = origin_of(error, self.rank)
+            kind, self._failed = reason_of(origin, self.rank)
             tell = [*(end.outgoing.abort for end in self._ends), self._control.abort]
             for abort in tell:
                 with contextlib.suppress(TransportError):  # that one is gone: the others are not

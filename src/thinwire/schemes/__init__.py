@@ -8,7 +8,7 @@ from thinwire.schemes.delta import Delta
 from thinwire.schemes.value import Value
 from thinwire.spec import parse
 
-__all__ = ["Delta", "Receiver", "Scheme", "Sender", "Value", "Visit", "scheme"]
+__all__ = ["Delta", "Receiver", "Scheme", "Sender", "Value", "Visit", "parse", "scheme"]
 
 
 def scheme(spec: str) -> Scheme:

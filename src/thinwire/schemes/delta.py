@@ -26,7 +26,8 @@ import xxhash
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
-from thinwire.errors import FrameError
+from thinwire.codecs.base import unfit_value
+from thinwire.errors import FrameError, NonFiniteError
 from thinwire.frame import Kind, Section
 from thinwire.schemes.base import Receiver, Scheme, Sender, Visit, expect_sections
 from thinwire.schemes.value import Value
@@ -135,7 +136,11 @@ class _DeltaSender(_DeltaEnd, Sender):
             coder, parts = self.scheme.codec_of(kind), []
             for n, rows in _by_length(kinds, visit.lengths, kind):
                 what = changes[n] if kind == Kind.CHANGE else values[rows, :n]
-                parts.append((n, rows, coder.encode(what, len(rows), seed=visit.seeds[rows])))
+                try:
+                    payload = coder.encode(what, len(rows), seed=visit.seeds[rows])
+                except NonFiniteError:
+                    raise unfit_value(x, coder, visit.valid, len(keys)) from None
+                parts.append((n, rows, payload))
             prepared.append((kind, coder, parts))
         sections = []
         for kind, coder, parts in prepared:
