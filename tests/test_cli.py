@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,10 @@ MISTAKES = {
     "a bad rate": (["train", "--link.rate", "fast"], "link.rate"),
     "a missing text": (["train", "--data.path", "nowhere.txt"], "can't read nowhere.txt"),
     "too many stages": (["train", "--nproc", "9"], "9 stages but model.layers is 4"),
+    "a rate without unit": (["train", "--link.rate", "30"], "write 30mbit"),
+    "a codec of the gradients": (["train", "--backward", "int99"], "--backward: "),
+    "a long folder": (["train", "--out", "x" * 5000], "too long"),
+    "an empty path": (["train", "--data.path", ""], "--data.path is empty"),
     "a full folder": (["train", "--out", "full"], "not empty"),
 }
 
@@ -80,3 +86,21 @@ def test_a_mistake_ends_the_process_with_exit_code_2_and_no_traceback(tmp_path: 
     assert result.stdout == ""
     assert result.stderr.startswith("thinwire: error: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.8])
+def test_an_interrupt_while_starting_is_exit_code_130_without_traceback(
+    delay: float, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "thinwire", "train", "--quick"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "thinwire: stopped\n"

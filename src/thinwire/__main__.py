@@ -1,10 +1,11 @@
 """``python -m thinwire``."""
 
-from __future__ import annotations
-
 import sys
 
-from thinwire.cli import main
-
 if __name__ == "__main__":
+    try:
+        from thinwire.cli import main
+    except KeyboardInterrupt:
+        print("thinwire: stopped", file=sys.stderr)
+        sys.exit(130)
     sys.exit(main())

@@ -1,163 +1,62 @@
-"""The ``thinwire`` command: reads its arguments and starts a run.
+"""The ``thinwire`` command: what its process does about mistakes and signals.
 
-A mistake of the user is one line on stderr, ``thinwire: error: …``, and exit code 2.
+A mistake of the user is one line on stderr, ``thinwire: error: …``, and exit code 2. An interrupt
+is exit code 130, whenever it comes. Hence nothing slow is imported before ``main``.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import NoReturn
-
-from thinwire.spec import nearest
-from thinwire.train import config as configuration
-from thinwire.train.config import Config, ConfigError, Setting
-
-_EXAMPLES = """examples:
-  thinwire train                                    the embedded text, two processes, 100 Mbit/s
-  thinwire train --quick                            the same in some seconds
-  thinwire train --compare                          also uncompressed and in bf16
-  thinwire train run.toml --forward 'delta(int2)' --link.rate 30mbit
-  torchrun --nproc-per-node 2 -m thinwire train run.toml
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but for its usage dump: errors become ``ConfigError``."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except ConfigError as error:
-        print(f"thinwire: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("thinwire: stopped", file=sys.stderr)
-        return 130
-
-
-def _run(arguments: list[str]) -> int:
-    parser = _Parser(
-        prog="thinwire",
-        description="Train PyTorch models over slow networks.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=_version())
-    parser.add_argument("command", nargs="?", help="what to do: train")
-    if not arguments:
-        parser.print_help()
-        return 0
-    options, rest = parser.parse_known_args(arguments[:1])
-    if rest:
-        raise ConfigError(f"unknown option '{rest[0]}'{nearest(rest[0], ('--help', '--version'))}")
-    if options.command == "train":
-        return _train(arguments[1:])
-    if options.command == "_worker":
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["_worker"]:
         from thinwire.train.launch import worker_main
 
-        return worker_main(arguments[1:])
-    raise ConfigError(f"unknown command '{options.command}'{nearest(options.command, ['train'])}")
+        return worker_main(words[1:])
+    with _leaving_at_once():
+        from thinwire.train.arguments import run
+        from thinwire.train.config import ConfigError
+
+        try:
+            return run(words)
+        except ConfigError as error:
+            print(f"thinwire: error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("thinwire: stopped", file=sys.stderr)
+            return 130
 
 
-def _version() -> str:
+@contextlib.contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Until there is something to clean up, a signal ends the process where it stands.
+
+    An exception would come out as a traceback, or be lost, in the middle of an import.
+    """
     try:
-        return f"thinwire {metadata.version('thinwire')}"
-    except metadata.PackageNotFoundError:
-        return "thinwire (run from its source tree)"
+        previous = {number: signal.signal(number, _leave) for number in _SIGNALS}
+    except ValueError:  # not the main thread, which alone sees signals
+        previous = {}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _train(arguments: list[str]) -> int:
-    from thinwire.train import launch
-
-    return launch.train(read_arguments(arguments))
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def read_arguments(arguments: Sequence[str]) -> Config:
-    """The configuration that ``thinwire train`` was given; raises ConfigError."""
-    known = {entry.name: entry for entry in configuration.settings()}
-    parser = _train_parser(known)
-    options, unknown = parser.parse_known_args(_with_flag_values(arguments, known))
-    if unknown:
-        raise ConfigError(_unknown(unknown[0], known))
-    given = vars(options)
-    path = given.pop("config", None)
-    values = configuration.read_toml(Path(path)) if path else {}
-    for name, text in given.items():
-        values[name] = configuration.from_text(known[name], text)
-    return configuration.build(values)
-
-
-def _train_parser(known: dict[str, Setting]) -> _Parser:
-    parser = _Parser(
-        prog="thinwire train",
-        description="Train a model in pipeline stages whose links are compressed.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", nargs="?", help="a TOML file of settings; options override it")
-    short = {name: alias for alias, name in configuration.ALIASES.items()}
-    groups = {"": parser.add_argument_group("run")}
-    for name, entry in known.items():
-        section = name.rpartition(".")[0]
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section)
-        flags = [f"--{short[name]}"] if name in short else []
-        groups[section].add_argument(
-            *flags,
-            f"--{name}",
-            dest=name,
-            metavar="VALUE" if entry.kind is not bool else "true|false",
-            help=_help(entry),
-        )
-    return parser
-
-
-def _help(entry: Setting) -> str:
-    default = str(entry.default).lower() if entry.kind is bool else entry.default
-    choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
-    shown = "" if entry.default is None else f" (default {default})"
-    return f"{entry.help}{choices}{shown}".replace("%", "%%")
-
-
-def _with_flag_values(arguments: Sequence[str], known: dict[str, Setting]) -> list[str]:
-    """``--quick`` and ``--quick true`` both as ``--quick=true``, so a config file may follow."""
-    flags = {f"--{name}" for name, entry in known.items() if entry.kind is bool}
-    flags |= {f"--{a}" for a, name in configuration.ALIASES.items() if f"--{name}" in flags}
-    completed: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word in flags:
-            has_value = bool(rest) and rest[0].lower() in ("true", "false")
-            word = f"{word}={rest.pop(0) if has_value else 'true'}"
-        completed.append(word)
-    return completed
-
-
-def _unknown(word: str, known: dict[str, Setting]) -> str:
-    if not word.startswith("--"):
-        return f"unexpected argument '{word}'; one config file, then --section.field value"
-    name = word[2:].partition("=")[0]
-    section, dot, field = name.rpartition(".")
-    sections = {known_name.rpartition(".")[0] for known_name in known} - {""}
-    if dot and section not in sections:
-        return f"unknown section '{section}' in --{name}{nearest(section, sections)}"
-    if dot:
-        fields = [n.rpartition(".")[2] for n in known if n.startswith(section + ".")]
-        return f"unknown field '{field}' in --{name}{nearest(field, fields)}"
-    fields_anywhere = {n.rpartition(".")[2]: n for n in known}
-    if name in fields_anywhere:
-        return f"unknown option --{name}; did you mean '--{fields_anywhere[name]}'?"
-    return f"unknown option --{name}{nearest(name, [*known, *configuration.ALIASES])}"
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    os.write(2, f"thinwire: stopped{by}\n".encode())
+    os._exit(128 + number)

@@ -30,7 +30,8 @@ RATE, LATENCY = 20e6, 5e-3
         ("500k", 500e3),
         ("1e8", 1e8),
         (".5 mbit", 500e3),
-        ("8 bits/s", 8.0),
+        ("8000 bits/s", 8e3),
+        ("1k", 1e3),
         ("1tbit", 1e12),
         ("none", None),
         (" NONE ", None),
@@ -62,6 +63,20 @@ def test_a_bad_rate_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"is no link rate; write 100mbit, 1gbit, or none") as info:
         parse_rate(text)
     assert repr(text) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("30", "30mbit"), ("999 bit/s", "999mbit"), ("0.5k", "0.5mbit")]
+)
+def test_a_rate_without_its_unit_is_refused_with_what_was_meant(text, meant):
+    with pytest.raises(ValueError, match=rf"below 1 kbit/s; write {meant}"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("text", ["61s", "1e300s"])
+def test_a_latency_above_a_minute_is_refused(text):
+    with pytest.raises(ValueError, match="above 60 s"):
+        parse_latency(text)
 
 
 @pytest.mark.parametrize(

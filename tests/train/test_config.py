@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import read_arguments
-from thinwire.train import check, config
+from thinwire.train import check, config, size
+from thinwire.train.arguments import read_arguments
 from thinwire.train.config import Config, ConfigError
 
 
@@ -88,6 +88,11 @@ BAD_OPTIONS = [
     (["--steps", "x"], "--train.steps: 'x' is not a whole number or none"),
     (["--train.lr", "fast"], "--train.lr: 'fast' is not a number"),
     (["--compare=maybe"], "--compare: 'maybe' is not true or false"),
+    (["--quick", "maybe"], "--train.quick: 'maybe' is not true or false"),
+    (["--json", "yes"], "--json: 'yes' is not true or false"),
+    (["--steps", "9" * 5000], "is not a whole number or none"),
+    (["--modle\nx", "3"], "unknown option --modle\\nx"),
+    (["--link.transport", "glo\no"], "unknown value 'glo\\no'"),
     (
         ["--pipeline.schedule", "interleaved1f1"],
         "unknown value 'interleaved1f1'; did you mean 'Interleaved1F1B'?",
@@ -115,6 +120,11 @@ BAD_FILES = [
     ('[link]\ntransport = "glo"\n', "unknown value 'glo'; did you mean 'gloo'?"),
     ("model = 3\n", "unknown setting 'model'"),
     ("[model\n", "is no valid TOML"),
+    ('[link]\ntransport = "g\\nlo"\n', "unknown value 'g\\nlo'"),
+    ('"a\\nb" = 1\n', "unknown setting 'a\\nb'"),
+    ('["a\\u001bb"]\nx = 1\n', "unknown section [a\\x1bb]"),
+    (f"nproc = {'9' * 5000}\n", "is no valid TOML"),
+    (f"nproc = {'[' * 5000}\n", "is no valid TOML"),
 ]
 
 
@@ -141,6 +151,25 @@ BAD_COMBINATIONS = [
     (["--nproc", "0"], "nproc is 0; it must be at least 1"),
     (["--link.rate", "fast"], "link.rate: 'fast'"),
     (["--link.rate=-3mbit"], "link.rate: '-3mbit'"),
+    (["--link.rate", "-5mbit"], "link.rate: '-5mbit' is no link rate; write 100mbit"),
+    (["--link.rate", "30"], "link.rate: '30' is 30 bit/s, which is below 1 kbit/s; write 30mbit"),
+    (["--link.latency", "61s"], "link.latency: '61s' is a latency above 60 s"),
+    (["--data.path", ""], "--data.path is empty; name a text file or a folder"),
+    (["--data.path", "a\0b"], "--data.path: no path has a NUL character"),
+    (["--out", "a\0b"], "--out: no path has a NUL character"),
+    (["--out", ""], "--out is empty"),
+    (["--data.path", "a\udcff"], "--data.path: a\\udcff is not UTF-8"),
+    (["--pipeline.deadline", "0"], "pipeline.deadline is 0.0; it must be above 0"),
+    (["--pipeline.deadline", "1e9"], "pipeline.deadline is 1000000000.0; it must be at most 86400"),
+    (["--train.seed", str(2**63)], f"it must be at most {2**63 - 1}"),
+    (["--train.seed", "-1"], "train.seed is -1; it must be at least 0"),
+    (["--train.seed", "9" * 4000], "train.seed is a number of 4000 digits; it must be at most"),
+    (["--threads", "0"], "threads is 0; it must be at least 1"),
+    (["--threads", "2000"], "threads is 2000; it must be at most 1024"),
+    (["--model.dim", "4000000"], "model.dim 4000000, model.context 128 and train.batch 16 need"),
+    (["--model.layers", "1000000000"], "but this machine has"),
+    (["--model.context", "100000000000"], "but this machine has"),
+    (["--train.batch", "10000000000"], "but this machine has"),
     (["--link.latency", "soon"], "link.latency: 'soon'"),
     (["--model.dim", "130"], "model.dim 130 is no multiple of model.heads 4"),
     (["--train.batch", "4"], "train.batch 4 can't be cut into 8 micro-batches"),
@@ -186,9 +215,10 @@ def test_processes_and_stages_follow_from_each_other(
     assert (resolved.nproc, resolved.num_stages) == (nproc, stages)
 
 
-def test_a_bad_codec_is_a_line_with_the_nearest_match() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'int4'"):
-        check.check_plan(read_arguments(["--forward", "delta(intt4)"]))
+@pytest.mark.parametrize("option", ["--forward", "--backward"])
+def test_a_bad_codec_is_a_line_with_the_option_and_the_nearest_match(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{option}: .*did you mean 'int4'"):
+        check.check_plan(read_arguments([option, "delta(intt4)"]))
 
 
 def test_rates_and_latencies_are_read_in_their_usual_spellings() -> None:
@@ -214,3 +244,14 @@ def test_a_run_folder_with_content_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a file"):
         check.check_out(dataclasses.replace(Config(), out=str(tmp_path / "summary.json")))
     check.check_out(dataclasses.replace(Config(), out=str(tmp_path / "new")))
+
+
+def test_a_run_folder_that_no_system_can_make_is_refused_in_a_line_of_bearable_length() -> None:
+    with pytest.raises(ConfigError, match="too long") as caught:
+        check.check_out(dataclasses.replace(Config(), out="x" * 5000))
+    assert len(str(caught.value)) < 700
+
+
+def test_the_default_model_fits_a_small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size, "physical_memory", lambda: 10**9)
+    check.resolved(Config())

@@ -40,6 +40,7 @@ def test_chunks_cover_each_byte_once_and_never_overlap(length: int, context: int
     valid = batch.target != data.IGNORED
     assert batch.inputs[valid].tolist() == list(text[:-1])
     assert batch.target[valid].tolist() == list(text[1:])
+    assert batch.lengths is not None
     assert batch.lengths.tolist() == valid.sum(1).tolist()
     assert batch.lengths.min() >= 1
 
@@ -80,6 +81,17 @@ def test_evaluation_counts_each_token_once(count: int, batch: int, parts: int) -
     assert min(len(b.inputs) for b in batches) >= parts
 
 
+def test_rows_that_fill_a_batch_count_nothing_and_have_ids_of_their_own() -> None:
+    samples = data.Samples(bytes(range(100)), 8)
+    batch = samples.batch(torch.tensor([3, 12]))
+    filled = samples.filled(batch, 5)
+    assert filled.inputs.shape == filled.target.shape == (5, 8)
+    assert torch.equal(filled.target[:2], batch.target)
+    assert (filled.target[2:] == data.IGNORED).all()
+    assert filled.lengths is None
+    assert filled.sample_ids.tolist() == [3, 12, *range(len(samples), len(samples) + 3)]
+
+
 def test_a_single_file_is_cut_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_bytes(bytes(range(65, 91)) * 100)
@@ -97,7 +109,20 @@ def test_a_folder_is_read_in_order_without_what_is_not_text(tmp_path: Path) -> N
     (tmp_path / ".hidden" / "c.txt").write_text("c" * 300)
     text = data.load(DataConfig(path=str(tmp_path), validation=0.1), 8)
     assert text.train + text.validation == b"b" * 300 + b"\n\n" + b"a" * 300
-    assert text.skipped == 1
+
+
+def test_files_that_are_left_out_are_counted_by_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("b" * 600)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "blob").write_bytes(b"a\0")
+    (tmp_path / "nothing.txt").touch()
+    (tmp_path / ".hidden").write_text("c" * 300)
+    assert data.load(DataConfig(path=str(tmp_path), validation=0.1), 8).skipped == {
+        "not UTF-8 text": 1,
+        "binary, not text": 1,
+        "empty": 1,
+        "hidden": 1,
+    }
 
 
 def test_many_files_are_kept_whole(tmp_path: Path) -> None:

@@ -107,6 +107,17 @@ def test_memory_and_gloo_give_the_same_losses_and_bytes(tmp_path: Path) -> None:
         assert memory[name] == gloo[name]
 
 
+def test_torchs_own_operations_give_the_loss_of_raw_with_short_batches_too(tmp_path: Path) -> None:
+    # 256 samples in batches of 20 leave 16, and 64 leave 4, for 8 micro-batches of up to 3
+    short = (*TINY, "--steps", "14", "--train.batch", "20")
+    run(*short, "--forward", "off", "--backward", "off", "--out", "off", cwd=tmp_path)
+    raw = ("--forward", "raw", "--backward", "raw", "--link.transport", "memory", "--out", "raw")
+    run(*short, *raw, cwd=tmp_path)
+    off, exact = summary_of(tmp_path / "off"), summary_of(tmp_path / "raw")
+    assert off["val_loss"] == pytest.approx(exact["val_loss"], abs=1e-5)
+    assert off["tokens"] == exact["tokens"]
+
+
 def test_json_is_the_only_thing_on_stdout(tmp_path: Path) -> None:
     result = run(*TINY, "--link.transport", "memory", "--json", "--out", "run", cwd=tmp_path)
     assert json.loads(result.stdout) == summary_of(tmp_path / "run")
@@ -209,6 +220,16 @@ def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    wait_until_gone(workers, 1)
+
+
+def test_sigterm_is_one_line_and_ends_all_workers(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    workers = workers_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert errors == "thinwire: stopped by SIGTERM\n"
     wait_until_gone(workers, 1)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from thinwire.train import check, metrics, report
 from thinwire.train.bound import StepCosts, bound_sentence, next_flag, step_costs
-from thinwire.train.config import Config, LinkConfig, PipelineConfig, PlanConfig
+from thinwire.train.config import Config, ConfigError, LinkConfig, PipelineConfig, PlanConfig
 
 
 def link(direction: str, payload: int, edge: int = 0) -> dict[str, Any]:
@@ -82,9 +82,76 @@ def test_a_narrower_scheme_keeps_its_other_options() -> None:
     )
 
 
-def test_a_run_bound_by_latency_on_1f1b_should_change_the_schedule() -> None:
-    config = dataclasses.replace(CONFIG, pipeline=PipelineConfig(schedule="1F1B", stages=2))
-    assert next_flag(costs(latency_ms=50), LINKS, config) == "--pipeline.schedule Interleaved1F1B"
+def scheduled(
+    schedule: str,
+    microbatches: int = 8,
+    stages: int | None = None,
+    nproc: int | None = None,
+    transport: str = "gloo",
+) -> Config:
+    pipeline = PipelineConfig(schedule=schedule, microbatches=microbatches, stages=stages)
+    link = LinkConfig(transport=transport)
+    return check.resolved(dataclasses.replace(Config(), pipeline=pipeline, nproc=nproc, link=link))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (scheduled("1F1B"), "--pipeline.schedule GPipe"),
+        (scheduled("Interleaved1F1B"), "--pipeline.schedule GPipe"),
+        (scheduled("Interleaved1F1B", stages=4), "--pipeline.schedule LoopedBFS"),
+        (scheduled("ZBV"), "--pipeline.schedule LoopedBFS"),
+        (scheduled("Interleaved1F1B", microbatches=2), "--train.batch 32"),
+        (scheduled("GPipe"), "--train.batch 32"),
+    ],
+)
+def test_a_run_bound_by_latency_should_send_all_micro_batches_ahead(
+    config: Config, expected: str
+) -> None:
+    assert next_flag(costs(latency_ms=50), LINKS, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "hops", "measured"),
+    [  # latencies a step, compute left out: on one machine, at 50 or 100 ms and 1 Gbit/s
+        (scheduled("GPipe"), 1, 4.1),
+        (scheduled("1F1B"), 1, 10.4),
+        (scheduled("Interleaved1F1B"), 1, 8.1),
+        (scheduled("LoopedBFS"), 1, 4.2),
+        (scheduled("InterleavedZeroBubble"), 1, 10.1),
+        (scheduled("ZBV"), 2, 12.9),
+        (scheduled("LoopedBFS", stages=4), 3, 8.2),
+        (scheduled("Interleaved1F1B", stages=4), 3, 18.4),
+        (scheduled("InterleavedZeroBubble", stages=4), 3, 21.4),
+        (scheduled("GPipe", nproc=4), 3, 8.3),
+        (scheduled("1F1B", nproc=4), 3, 18.6),
+        (scheduled("Interleaved1F1B", nproc=4), 3, 14.3),
+        (scheduled("LoopedBFS", transport="memory"), 1, 2.9),
+        (scheduled("Interleaved1F1B", transport="memory"), 1, 10.2),
+        (scheduled("Interleaved1F1B", stages=4, transport="memory"), 3, 28.9),
+    ],
+)
+def test_the_latency_of_a_step_is_near_what_was_measured(
+    config: Config, hops: int, measured: float
+) -> None:
+    ranks = [dict.fromkeys(("step_s", "compute_s", "codec_s", "wait_s", "link_s"), 1.0)]
+    assert step_costs(ranks, 1, hops, config).latency_ms / 5 == pytest.approx(measured, rel=0.2)
+
+
+def test_a_run_bound_by_compute_on_a_bare_link_is_not_told_to_emulate_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    bare = dataclasses.replace(CONFIG, link=LinkConfig(rate="none"))
+    assert next_flag(costs(compute_ms=50), LINKS, bare) == "--pipeline.microbatches 16"
+
+
+def test_a_run_bound_by_compute_is_told_what_a_slower_link_would_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    sentence = bound_sentence(costs(compute_ms=50, link_ms=10), LINKS, CONFIG)
+    assert "next try --link.rate 20mbit, to see where the link begins to bound." in sentence
 
 
 def test_costs_are_those_of_the_busiest_rank() -> None:
@@ -96,7 +163,7 @@ def test_costs_are_those_of_the_busiest_rank() -> None:
     assert found.compute_ms == pytest.approx(70)
     assert found.codec_ms == pytest.approx(20)
     assert found.link_ms == pytest.approx(30)
-    assert found.latency_ms == pytest.approx(15)  # there, back, and the agreement, at 5 ms each
+    assert found.latency_ms == pytest.approx(40)  # 3 round trips, header and agreement, 5 ms each
 
 
 def test_on_a_bare_link_its_cost_is_what_even_the_least_waiting_rank_waited() -> None:
@@ -144,6 +211,7 @@ def summary(step_ms: float, train_s: float, val_loss: float, forward: str) -> di
         "train_s": train_s,
         "val_loss": val_loss,
         "val_loss_codec": val_loss,
+        "steps": 648,
         "links": LINKS,
         "config": {"plan": {"forward": forward, "backward": forward}},
     }
@@ -159,10 +227,36 @@ def test_the_comparison_gives_speed_ups_and_loss_differences() -> None:
     assert found["against_fp32"]["speedup_step"] == 4
     assert found["against_bf16"]["speedup_run"] == 2
     assert found["against_fp32"]["val_loss_difference"] == pytest.approx(0.001)
-    assert "3.00x as fast as fp32" in report.comparison_sentence(found)
+    sentence = report.comparison_sentence(found, runs)
+    assert sentence.startswith("Over 648 steps, first visits included, the compressed run")
+    assert "3.00x as fast as fp32" in sentence
     stream = io.StringIO()
     Console(file=stream, width=118).print(report.comparison_table(runs))
     assert "4.00x" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "noted"),
+    [(["first"], True), (["first", "change"], False), (["first", "reseed"], False), (["value"], 0)],
+)
+def test_a_run_that_only_paid_first_visits_says_so(kinds: list[str], noted: bool) -> None:
+    links: list[dict[str, Any]] = [{"kinds": {kind: {} for kind in kinds}}]
+    note = report.first_visits_only({"links": links, "steps": 4})
+    assert bool(note) == noted
+
+
+def test_a_run_folder_is_claimed_by_one_run_only(tmp_path: Path) -> None:
+    config = dataclasses.replace(Config(), out=str(tmp_path / "run"))
+    metrics.create_folder(config)
+    with pytest.raises(ConfigError, match="in use by another run"):
+        metrics.create_folder(config)
+
+
+def test_an_empty_folder_that_exists_is_claimed_like_a_new_one(tmp_path: Path) -> None:
+    config = dataclasses.replace(Config(), out=str(tmp_path))
+    assert metrics.create_folder(config) == tmp_path
+    with pytest.raises(ConfigError, match="in use by another run"):
+        metrics.create_folder(config)
 
 
 def test_default_run_folders_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

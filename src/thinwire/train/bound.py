@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.train.config import Config, link_latency, link_rate
+from thinwire.train.latency import crossings, waits_for_gradients
 
 _NARROWER = (6, 4, 3, 2)  # bits to try next, one after the other
 
@@ -45,15 +46,14 @@ def step_costs(
     ``link_s``.
 
     The link's time is measured where the link is emulated; on a bare link it is what even the
-    rank that waited least had to wait. Latency is that of filling and draining the pipeline once.
+    rank that waited least had to wait. Latency follows from the settings.
     """
 
     def milliseconds(name: str) -> list[float]:
         return [1e3 * rank[name] / steps for rank in per_rank]
 
     emulated = link_rate(config.link) is not None
-    # there and back through all hops; then the ranks tell each other loss and norm
-    latency_ms = 1e3 * (2 * hops + 1 if hops else 0) * link_latency(config.link)
+    latency_ms = 1e3 * crossings(config, hops) * link_latency(config.link)
     waited_ms = max(0.0, min(milliseconds("wait_s")) - latency_ms)
     return StepCosts(
         step_ms=max(milliseconds("step_s")),
@@ -69,11 +69,13 @@ def bound_sentence(costs: StepCosts, links: list[dict[str, Any]], config: Config
     """One sentence: what bounds the run, milliseconds a step of each part, the flag to try next."""
     by = costs.largest
     name = by.capitalize() if by in ("compute", "latency") else f"The {by}"
+    flag = next_flag(costs, links, config)
+    why = ", to see where the link begins to bound" if flag.startswith("--link.rate") else ""
     return (
         f"{name} bounds this run: of {costs.step_ms:.0f} ms a step, compute takes "
         f"{costs.compute_ms:.0f} ms, the link {costs.link_ms:.0f} ms, latency "
         f"{costs.latency_ms:.0f} ms and the codec {costs.codec_ms:.0f} ms; "
-        f"next try {next_flag(costs, links, config)}."
+        f"next try {flag}{why}."
     )
 
 
@@ -83,8 +85,9 @@ def next_flag(costs: StepCosts, links: list[dict[str, Any]], config: Config) -> 
     if by == "link":
         return _for_link(links, config)
     if by == "latency":
-        if config.pipeline.schedule == "1F1B":
-            return "--pipeline.schedule Interleaved1F1B"
+        if waits_for_gradients(config):
+            one_a_rank = config.nproc == config.num_stages
+            return f"--pipeline.schedule {'GPipe' if one_a_rank else 'LoopedBFS'}"
         return f"--train.batch {2 * config.train.batch}"
     if by == "codec":
         return _for_codec(config)
@@ -120,14 +123,20 @@ def _for_codec(config: Config) -> str:
 def _for_compute(costs: StepCosts, links: list[dict[str, Any]], config: Config) -> str:
     nproc, stages = config.nproc or 1, config.num_stages
     cores = os.cpu_count() or 1
-    if config.device == "cpu" and cores >= 2 * nproc and config.model.layers >= 2 * stages:
+    if config.link.transport == "memory" and 1 < stages <= cores and config.device == "cpu":
+        return f"--link.transport gloo --nproc {stages}"
+    more = config.device == "cpu" and cores >= 2 * nproc and config.model.layers >= 2 * stages
+    if more and config.link.transport == "gloo":
         return f"--nproc {2 * nproc}"
-    if not links:  # one process, or torch's own operations on all edges
-        return "--nproc 2" if nproc == 1 else "--forward 'delta(int4)' --backward int8"
+    if not links and nproc > 1:  # torch's own operations on all edges
+        return "--forward 'delta(int4)' --backward int8"
     rate = link_rate(config.link)
-    if rate is None:
-        return "--link.rate 100mbit"
-    if costs.link_ms > 0:  # the rate at which the link would take as long as compute
-        enough = rate * costs.link_ms / costs.compute_ms / 1e6
-        return f"--link.rate {max(1.0, enough):.0f}mbit, which would do as well"
-    return "--link.rate none"
+    if rate is None or not links:  # more micro-batches: less of the step filling and draining
+        parts = 2 * config.pipeline.microbatches
+        larger = f" --train.batch {2 * config.train.batch}" if parts > config.train.batch else ""
+        return f"--pipeline.microbatches {parts}{larger}"
+    # the rate at which the link would take as long as compute
+    enough = max(1.0, rate * costs.link_ms / costs.compute_ms / 1e3)
+    return (
+        f"--link.rate {enough:.0f}kbit" if enough < 1e3 else f"--link.rate {enough / 1e3:.0f}mbit"
+    )

@@ -20,6 +20,7 @@ from thinwire.train.config import (
     one_line,
     settings,
 )
+from thinwire.train.size import check_size
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
 ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # these work through micro-batches in rounds
@@ -32,6 +33,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     starts; codec strings are checked by ``check_plan`` since that needs torch.
     """
     _check_numbers(config)
+    _check_paths(config)
     pipeline, in_memory = config.pipeline, config.link.transport == "memory"
     nproc = world_size or config.nproc or (1 if in_memory else 2)
     per_rank = pipeline.stages_per_rank or (2 if pipeline.schedule == "ZBV" else 1)
@@ -49,30 +51,27 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         close = nearest(config.device, ("cpu", "cuda"))
         raise ConfigError(f"--device: unknown device '{config.device}'{close}")
+    check_size(
+        config, nproc if world_size is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
     return config
 
 
-_AT_LEAST = {
-    "nproc": 1,
-    "threads": 1,
-    "model.layers": 1,
-    "model.dim": 1,
-    "model.heads": 1,
-    "model.context": 1,
-    "train.epochs": 1,
-    "train.steps": 1,
-    "train.batch": 1,
-    "train.log_every": 1,
-    "train.seed": 0,
-    "data.seed": 0,
-    "train.weight_decay": 0,
-    "train.clip": 0,
-    "pipeline.stages": 1,
-    "pipeline.stages_per_rank": 1,
-    "pipeline.microbatches": 1,
-    "pipeline.window": 1,
+_INT64 = 2**63 - 1
+_DAY = 86400
+_LIMITS: dict[str, tuple[float, float]] = {  # of whole numbers else from 1 to _INT64
+    "nproc": (1, 1024),
+    "threads": (1, 1024),
+    "train.seed": (0, _INT64),
+    "data.seed": (0, _INT64),
+    "train.weight_decay": (0, math.inf),
+    "train.clip": (0, math.inf),
 }
-_ABOVE_ZERO = ("train.lr", "pipeline.deadline", "pipeline.first_deadline")
+_ABOVE_ZERO = {
+    "train.lr": math.inf,
+    "pipeline.deadline": _DAY,
+    "pipeline.first_deadline": _DAY,
+}
 _FRACTIONS = ("data.validation", "train.warmup", "model.dropout")
 
 
@@ -80,13 +79,17 @@ def _check_numbers(config: Config) -> None:
     for entry in settings():
         section, _, field = entry.name.rpartition(".")
         value = getattr(getattr(config, section) if section else config, field)
-        if value is None or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{entry.name} is {value}; write a finite number")
-        least = _AT_LEAST.get(entry.name)
-        if least is not None and value < least:
-            raise ConfigError(f"{entry.name} is {value}; it must be at least {least}")
+        whole = (1, _INT64) if isinstance(value, int) else (-math.inf, math.inf)
+        least, most = _LIMITS.get(entry.name, whole)
+        if value < least:
+            raise ConfigError(f"{entry.name} is {_short(value)}; it must be at least {least}")
+        most = _ABOVE_ZERO.get(entry.name, most)
+        if value > most:
+            raise ConfigError(f"{entry.name} is {_short(value)}; it must be at most {most}")
         if entry.name in _ABOVE_ZERO and value <= 0:
             raise ConfigError(f"{entry.name} is {value}; it must be above 0")
         if entry.name in _FRACTIONS and not 0 <= value < 1:
@@ -98,6 +101,26 @@ def _check_numbers(config: Config) -> None:
         raise ConfigError(
             f"model.dim {model.dim} is no multiple of model.heads {model.heads}; change either"
         )
+
+
+def _short(value: float) -> str:
+    """A number as it is shown; of thousands of digits only how many there are."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of {len(str(abs(value)))} digits" if abs(value) < 10**4000 else "huge"
+    return str(value)
+
+
+def _check_paths(config: Config) -> None:
+    for name, value, what in (
+        ("data.path", config.data.path, "a text file or a folder"),
+        ("out", config.out, "a new folder"),
+    ):
+        if value == "":
+            raise ConfigError(f"--{name} is empty; name {what}")
+        if value is not None and "\0" in value:
+            raise ConfigError(f"--{name}: no path has a NUL character, as {value!r} has")
+        if value is not None and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"--{name}: {value} is not UTF-8; rename it")
 
 
 def _check_pipeline(config: Config) -> None:
@@ -158,10 +181,17 @@ def check_plan(config: Config) -> None:
 
     import thinwire as tw
 
+    for direction in ("forward", "backward"):
+        spec = getattr(config.plan, direction)
+        try:
+            if spec != "off":
+                tw.scheme(spec)
+        except tw.SpecError as error:
+            raise ConfigError(f"--{direction}: {one_line(error)}") from None
     try:
         tw.Plan(forward=config.plan.forward, backward=config.plan.backward)
     except tw.SpecError as error:
-        raise ConfigError(one_line(error)) from None
+        raise ConfigError(f"--forward, --backward: {one_line(error)}") from None
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"--device {config.device}: this torch ({torch.__version__}) finds no CUDA device; "
@@ -174,7 +204,14 @@ def check_out(config: Config) -> None:
     if config.out is None:
         return
     out = Path(config.out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; name a new folder")
-    if out.is_dir() and any(os.scandir(out)):
-        raise ConfigError(f"--out {out} is not empty; name a new folder, nothing is overwritten")
+    try:
+        if any(os.scandir(out)):
+            raise ConfigError(
+                f"--out {out} is not empty; name a new folder, nothing is overwritten"
+            )
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ConfigError(f"--out {out} is a file, or in one; name a new folder") from None
+    except OSError as error:
+        raise ConfigError(f"--out: can't use {out}: {error.strerror}") from None

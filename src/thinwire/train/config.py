@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -22,8 +23,17 @@ from thinwire.spec import nearest
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
 
 
+_LONGEST = 600  # characters of an error; a longer one is cut in its middle
+
+
 class ConfigError(ValueError):
     """A setting or an input file that the user can correct; the text is one line."""
+
+    def __init__(self, message: str) -> None:
+        line = printable(message)
+        if len(line) > _LONGEST:
+            line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+        super().__init__(line)
 
 
 def setting(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -101,8 +111,14 @@ class Config:
     link: LinkConfig = LinkConfig()
     plan: PlanConfig = PlanConfig()
     pipeline: PipelineConfig = PipelineConfig()
-    nproc: int | None = setting(None, "processes started on this machine; none: 2, in memory 1")
-    threads: int | None = setting(None, "torch's threads in a process; none: cores / nproc")
+    nproc: int | None = setting(
+        None,
+        "processes to start on this machine, each with its stages; none: 2, "
+        "or 1 with link.transport memory",
+    )
+    threads: int | None = setting(
+        None, "torch's threads in a process; none: cores / nproc, in memory cores / stages"
+    )
     device: str = setting("cpu", "where a stage computes: cpu, cuda or cuda:N")
     out: str | None = setting(None, "the run folder; none: a new one under runs/")
     compare: bool = setting(False, "run uncompressed fp32 and bf16 as well, and compare")
@@ -170,7 +186,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"can't read the config file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no TOML file: it is not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is no valid TOML: it is nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
         raise ConfigError(f"{path} is no valid TOML: {one_line(error)}") from None
     known = {s.name: s for s in settings()}
     sections = {name.split(".")[0] for name in known if "." in name}
@@ -191,7 +209,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def _from_toml(setting: Setting, value: Any, path: Path) -> Any:
     kinds = setting.alternatives
     if float in kinds and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 2**63 else math.inf
     if type(value) in kinds:
         return _chosen(setting, value, f"{path}: {setting.name}")
     raise ConfigError(f"{path}: {setting.name} = {value!r} is not {_described(setting)}")
@@ -288,6 +306,13 @@ def link_latency(link: LinkConfig) -> float:
     return 0.0 if link_rate(link) is None else latency
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The text of an exception on one line."""
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters, newlines among them, as the escapes of Python."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )

@@ -8,8 +8,9 @@ arrive at the same batches without talking.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class Batch:
     inputs: Tensor
     target: Tensor
     sample_ids: Tensor
-    lengths: Tensor
+    lengths: Tensor | None  # None: all positions of all rows
 
 
 class Samples:
@@ -59,6 +60,17 @@ class Samples:
         lengths = (last - sample_ids * self.context).clamp(max=self.context)
         return Batch(inputs, target, sample_ids, lengths)
 
+    def filled(self, batch: Batch, rows: int) -> Batch:
+        """``batch`` in the one shape ``[rows, context]``; the rows added have no valid target."""
+        added = rows - len(batch.inputs)
+        unused_ids = torch.arange(self.count, self.count + added)
+        return Batch(
+            torch.cat([batch.inputs, batch.inputs.new_zeros(added, self.context)]),
+            torch.cat([batch.target, batch.target.new_full((added, self.context), IGNORED)]),
+            torch.cat([batch.sample_ids, unused_ids]),
+            lengths=None,
+        )
+
 
 @dataclass(frozen=True)
 class Text:
@@ -68,7 +80,7 @@ class Text:
     validation: bytes
     sha256: str
     source: str
-    skipped: int = 0  # files in the folder that are not UTF-8 text
+    skipped: Mapping[str, int] = field(default_factory=dict)  # why files were left out: how many
 
 
 def load(config: DataConfig, context: int) -> Text:
@@ -85,46 +97,56 @@ def load(config: DataConfig, context: int) -> Text:
     return Text(train, validation, digest, source, skipped)
 
 
-def _documents(path: str | None) -> tuple[dict[str, bytes], str, int]:
+def _documents(path: str | None) -> tuple[dict[str, bytes], str, dict[str, int]]:
     if path is None:
         from pydoc_data.topics import topics  # the language reference, in every Python
 
-        return {name: topics[name].encode() for name in sorted(topics)}, "pydoc_data.topics", 0
+        return {name: topics[name].encode() for name in sorted(topics)}, "pydoc_data.topics", {}
     root = Path(path)
     try:
         if not root.is_dir():
-            return {root.name: _read_text(root)}, path, 0
-        files = sorted(
-            file
-            for file in root.rglob("*")
-            if file.is_file() and not any(p.startswith(".") for p in file.relative_to(root).parts)
-        )
+            content = root.read_bytes()
+            if flaw := _flaw(content):
+                raise ConfigError(f"--data.path: {root} is {flaw}")
+            return {root.name: content}, path, {}
+        files = sorted(file for file in root.rglob("*") if file.is_file())
     except OSError as error:
         raise ConfigError(f"--data.path: can't read {path}: {error.strerror}") from None
     documents: dict[str, bytes] = {}
+    skipped: Counter[str] = Counter()
     for file in files:
-        try:
-            documents[file.relative_to(root).as_posix()] = _read_text(file)
-        except ConfigError:
+        name = file.relative_to(root)
+        if any(part.startswith(".") for part in name.parts):
+            skipped["hidden"] += 1
             continue
+        try:
+            content = file.read_bytes()
         except OSError as error:
             raise ConfigError(f"--data.path: can't read {file}: {error.strerror}") from None
+        if flaw := _flaw(content):
+            skipped[flaw] += 1
+        else:
+            documents[name.as_posix()] = content
     if not documents:
-        raise ConfigError(f"--data.path: no UTF-8 text among the {len(files)} files in {path}")
-    return documents, path, len(files) - len(documents)
+        found = ", ".join(f"{number} {why}" for why, number in skipped.items())
+        raise ConfigError(
+            f"--data.path: no UTF-8 text among the {len(files)} files in {path}"
+            + (f" ({found})" if found else "")
+        )
+    return documents, path, dict(skipped)
 
 
-def _read_text(file: Path) -> bytes:
-    content = file.read_bytes()
+def _flaw(content: bytes) -> str | None:
+    """What a file is that can't be trained on; None if it can."""
+    if not content:
+        return "empty"
+    if b"\0" in content:
+        return "binary, not text"
     try:
         content.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"--data.path: {file} is not UTF-8 text") from None
-    if b"\0" in content:
-        raise ConfigError(f"--data.path: {file} is binary, not text")
-    if not content:
-        raise ConfigError(f"--data.path: {file} is empty")
-    return content
+        return "not UTF-8 text"
+    return None
 
 
 def _split(documents: dict[str, bytes], fraction: float, seed: int) -> tuple[bytes, bytes]:

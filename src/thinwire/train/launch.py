@@ -7,6 +7,7 @@ they usually learn of it; then they are stopped, and one line says what went wro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -48,7 +50,7 @@ def train(config: Config) -> int:
 
     data.load(config.data, config.model.context)
     folder = metrics.create_folder(config)
-    with tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
+    with _stopping_in_order(), tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
         return _run_workers(config, folder, Path(scratch))
 
 
@@ -69,15 +71,15 @@ class _Worker:
 def _run_workers(config: Config, folder: Path, scratch: Path) -> int:
     job = {"settings": _flat(config), "folder": str(folder), "world_size": config.nproc}
     (scratch / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    previous = signal.signal(signal.SIGTERM, _end_on_sigterm)
     workers: list[_Worker] = []
     try:
-        for rank in range(config.nproc or 1):  # one by one: a failure leaves the earlier to stop
-            workers += [_Worker(rank, _start(rank, scratch))]
+        with _signals_held():
+            for rank in range(config.nproc or 1):  # one by one: a failure leaves earlier to stop
+                workers += [_Worker(rank, _start(rank, scratch))]
         _wait(workers)
     finally:
         _stop(workers)
-        signal.signal(signal.SIGTERM, previous)
+        _show_cursor()
     failed = [worker for worker in workers if worker.failed]
     return _explain(failed, scratch) if failed else 0
 
@@ -107,8 +109,42 @@ def _start(rank: int, scratch: Path) -> subprocess.Popen[bytes]:
         )
 
 
+@contextlib.contextmanager
+def _stopping_in_order() -> Iterator[None]:
+    """Let an interrupt and SIGTERM raise, so that what was started is ended and cleared away."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _end_on_sigterm}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def _end_on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
+    print("thinwire: stopped by SIGTERM", file=sys.stderr)
     raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block interrupts: processes started meanwhile never see them, ours come afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _show_cursor() -> None:
+    """A worker that was ended has left the terminal without one."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.write("\x1b[?25h")
+            stream.flush()
 
 
 def _wait(workers: list[_Worker]) -> None:

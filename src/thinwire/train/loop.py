@@ -20,7 +20,7 @@ import thinwire as tw
 from thinwire.train import data, model
 from thinwire.train.config import Config, ConfigError, TrainConfig, link_latency, link_rate
 from thinwire.train.journal import Journal
-from thinwire.train.metrics import write_config, write_json
+from thinwire.train.metrics import write_json
 from thinwire.train.report import closing, opening
 from thinwire.train.summary import summarise
 
@@ -56,6 +56,16 @@ class Run:
             len(self.training), config.train.batch, config.pipeline.microbatches
         )
 
+    def sized(self, batch: data.Batch, samples: data.Samples) -> data.Batch:
+        """``batch`` as it goes into the pipeline: full size where edges are torch's own.
+
+        Those take one shape only, that of a full batch in equal micro-batches.
+        """
+        if self.config.plan.forward != "off":
+            return batch
+        parts = self.config.pipeline.microbatches
+        return samples.filled(batch, rows_of_microbatch(self.config) * parts)
+
     @property
     def steps(self) -> int:
         return self.config.train.steps or self.config.train.epochs * self.steps_per_epoch
@@ -71,8 +81,6 @@ def train(
     """Train, evaluate and report; returns the summary, the same on every rank."""
     run = build(config, text, place)
     own_folder = folder if place.rank == 0 else None
-    if own_folder is not None:
-        write_config(own_folder, config)
     counts = len(run.training), len(run.validation)
     screen.print(opening(config, text, *counts, run.steps), soft_wrap=True, markup=False)
 
@@ -109,7 +117,7 @@ def fit(run: Run, journal: Journal) -> float:
             group["lr"] = lr
 
         journal.begin_step()
-        samples = run.training.batch(ids)
+        samples = run.sized(run.training.batch(ids), run.training)
         run.optimizer.zero_grad(set_to_none=True)
         result = run.pipeline.step(
             samples.inputs.to(device),
@@ -135,9 +143,10 @@ def evaluate(run: Run, codec: bool) -> float:
     """Validation loss per token, with the plan's codecs on the links or without."""
     config, device = run.config, run.place.device
     loss_sum, tokens = 0.0, 0
-    for part in data.evaluation_batches(
+    for batch in data.evaluation_batches(
         run.validation, config.train.batch, config.pipeline.microbatches
     ):
+        part = run.sized(batch, run.validation)
         result = run.pipeline.eval(
             part.inputs.to(device), target=part.target.to(device), lengths=part.lengths, codec=codec
         )
@@ -208,7 +217,7 @@ def build_pipeline(
     config: Config, place: Place, stages: list[model.Stage], transport: tw.Transport
 ) -> tw.Pipeline:
     """torch's schedule over our stages, with the plan of the configuration on every link."""
-    rows = math.ceil(config.train.batch / config.pipeline.microbatches)
+    rows = rows_of_microbatch(config)
     wrapped = []
     for stage in stages:
         args, outputs = model.boundary_args(
@@ -239,6 +248,11 @@ def build_pipeline(
         window=config.pipeline.window,
         tied=None if shared is None else {"embedding": shared},
     )
+
+
+def rows_of_microbatch(config: Config) -> int:
+    """The samples of the largest micro-batch."""
+    return math.ceil(config.train.batch / config.pipeline.microbatches)
 
 
 def build_optimizer(config: TrainConfig, stages: list[model.Stage]) -> torch.optim.Optimizer:

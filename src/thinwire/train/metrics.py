@@ -11,28 +11,40 @@ from typing import Any
 
 from thinwire.train.config import Config, ConfigError, to_toml
 
+_CONFIG = "config.toml"
+
 
 def create_folder(config: Config) -> Path:
-    """Make the run folder; without ``--out`` a new one under ``runs/``, named by time and plan."""
+    """Make the run folder and write the settings there, which claims it for this run.
+
+    Without ``--out`` it is a new one under ``runs/``, named by time and plan. Raises ConfigError
+    where another run has claimed it.
+    """
     if config.out is not None:
         folder = Path(config.out)
-        _make(folder)
+        if not _claimed(folder, config):
+            raise ConfigError(f"--out {folder} is in use by another run; name a new folder")
         return folder
     plan = re.sub(r"[^a-z0-9]+", "-", f"{config.plan.forward} {config.plan.backward}").strip("-")
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{now}-{plan[:40]}"
     folder = Path("runs") / name
     attempt = 1
-    while folder.exists():
+    while folder.exists() or not _claimed(folder, config):
         attempt += 1
         folder = Path("runs") / f"{name}-{attempt}"
-    _make(folder)
     return folder
 
 
-def _make(folder: Path) -> None:
+def _claimed(folder: Path, config: Config) -> bool:
+    """Whether the folder is now this run's: only one run can be the first to write a file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with (folder / _CONFIG).open("x", encoding="utf-8") as file:
+            file.write(to_toml(config))
+        return True
+    except FileExistsError:
+        return False
     except OSError as error:
         raise ConfigError(f"can't make the run folder {folder}: {error.strerror}") from None
 
@@ -58,7 +70,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def write_config(folder: Path, config: Config) -> None:
     """Write the resolved settings; ``thinwire train folder/config.toml`` repeats the run."""
-    write_atomically(folder / "config.toml", to_toml(config))
+    write_atomically(folder / _CONFIG, to_toml(config))
 
 
 class MetricsWriter:

@@ -106,7 +106,8 @@ def opening(
         f"training: {steps:,} steps of {config.train.batch} samples on {config.device}"
     )
     if text.skipped:
-        shown += f"\nnote: {text.skipped} files in {text.source} are not UTF-8 text; skipped"
+        reasons = ", ".join(f"{number:,} {why}" for why, number in text.skipped.items())
+        shown += f"\nnote: files skipped in {text.source}: {reasons}"
     if 0 < left_out < pipeline.microbatches:
         shown += (
             f"\nnote: {left_out} samples, too few for {pipeline.microbatches} micro-batches, are "
@@ -126,7 +127,20 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
         soft_wrap=True,
     )
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
+    if note := first_visits_only(summary):
+        screen.print(note, soft_wrap=True, markup=False)
     screen.print(f"run folder: {folder}", soft_wrap=True, markup=False)
+
+
+def first_visits_only(summary: dict[str, Any]) -> str | None:
+    """A note where a scheme that sends changes has not sent one yet; else None."""
+    kinds = [link["kinds"].keys() for link in summary["links"]]
+    if not any("first" in k for k in kinds) or any(k & {"change", "reseed"} for k in kinds):
+        return None
+    return (
+        f"note: no sample was visited twice in {summary['steps']:,} steps, so only first visits "
+        "were sent; traffic and speed of later epochs are not shown here"
+    )
 
 
 def link_table(links: list[dict[str, Any]]) -> Table:
@@ -184,15 +198,19 @@ def comparison(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def comparison_sentence(compared: dict[str, Any]) -> str:
-    """The comparison in words."""
+def comparison_sentence(compared: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
+    """The comparison in words, with what it rests on."""
     parts = [
         f"{against['speedup_run']:.2f}x as fast as {name.removeprefix('against_')} "
         f"({against['speedup_step']:.2f}x by the median step), "
         f"validation loss {against['val_loss_difference']:+.4f}"
         for name, against in compared.items()
     ]
-    return f"The compressed run is {'; '.join(parts)}."
+    ours = runs["compressed"]
+    over = f"Over {ours['steps']:,} steps"
+    if any("first" in link["kinds"] for link in ours["links"]):
+        over += ", first visits included,"
+    return f"{over} the compressed run is {'; '.join(parts)}."
 
 
 def comparison_table(runs: dict[str, dict[str, Any]]) -> Table:

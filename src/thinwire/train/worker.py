@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -44,7 +45,7 @@ class Start:
 
 def run_launched(config: Config, folder: Path, scratch: Path, rank: int, world_size: int) -> int:
     """Be the worker ``rank`` that ``launch`` started on this machine; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starting process ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it isn't blocked: the starter ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     start = Start(
         rank,
@@ -68,6 +69,9 @@ def run_under_torchrun(config: Config) -> int:
         fail=lambda failure: print(f"thinwire: error: {failure['message']}", file=sys.stderr),
     )
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the live line cleans up
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun says itself whom it stopped
+
     def checked_run() -> None:
         if start.rank == 0 and config.nproc not in (None, start.world_size):
             print(
@@ -90,6 +94,9 @@ def _guarded(start: Start, run: Callable[[], None]) -> int:
     try:
         run()
         return 0
+    except KeyboardInterrupt:
+        print("thinwire: stopped", file=sys.stderr, flush=True)
+        os._exit(130)
     except Exception as error:  # noqa: BLE001  every failure ends the process, with its reason
         failure = _failure(error, start.rank)
         if not failure["expected"]:
@@ -106,14 +113,31 @@ def _failure(error: Exception, rank: int) -> dict[str, Any]:
         error, ValueError | tw.LinkError | tw.EngineError | OSError | torch.OutOfMemoryError
     )
     by_user = isinstance(error, ConfigError)
+    text = one_line(error)
+    if (lacking := _lacking_memory(error)) is not None:
+        expected, text = True, lacking
     kind = "" if expected else f"{type(error).__name__}: "
     return {
-        "message": one_line(error) if by_user else f"rank {rank}: {kind}{one_line(error)}",
+        "message": text if by_user else f"rank {rank}: {kind}{text}",
         "code": 2 if by_user else 1,
         "expected": expected,
         "consequence": isinstance(error, tw.LinkError),
         "time": time.time(),
     }
+
+
+def _lacking_memory(error: BaseException | None) -> str | None:
+    """The line for a failed allocation on the CPU, for which torch has no exception of its own."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            asked = re.search(r"allocate (\d+) bytes", str(error))
+            what = f"{int(asked[1]) / 1e9:,.1f} GB more" if asked else "more"
+            return (
+                f"out of memory: there is no room for {what}; lower --model.dim, --model.layers, "
+                "--model.context or --train.batch"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _end_with_parent() -> None:
@@ -127,7 +151,7 @@ def _run(config: Config, folder: Path, start: Start) -> None:
     """Join the others, check that all start from the same, and do one run or the compared ones."""
     # on any error torch logs the whole schedule, page after page; the error itself says more
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-    torch.set_num_threads(config.threads or max(1, _cores() // start.local_world_size))
+    torch.set_num_threads(config.threads or default_threads(config, start.local_world_size))
     place = Place(start.rank, start.world_size, _device(config.device, start.local_rank))
     text = data.load(config.data, config.model.context)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -147,6 +171,12 @@ def _run(config: Config, folder: Path, start: Start) -> None:
     if config.json and start.rank == 0:
         print(json.dumps(document, indent=2))
     dist.destroy_process_group()
+
+
+def default_threads(config: Config, local_world_size: int) -> int:
+    """An equal share of the cores; stages that share a process get what each alone would."""
+    memory = config.link.transport == "memory"
+    return max(1, _cores() // (config.num_stages if memory else local_world_size))
 
 
 def _cores() -> int:
@@ -188,13 +218,13 @@ def _compare(
         screen.rule(f"{name}: forward {plan.forward}, backward {plan.backward}")
         if place.rank == 0:
             (folder / name).mkdir()
+            metrics.write_config(folder / name, dataclasses.replace(config, plan=plan))
         one = dataclasses.replace(config, plan=plan)
         runs[name] = train(one, text, place, folder / name, screen)
     document = {"runs": runs, "comparison": report.comparison(runs)}
     screen.rule()
     screen.print(report.comparison_table(runs))
-    screen.print(report.comparison_sentence(document["comparison"]), soft_wrap=True)
+    screen.print(report.comparison_sentence(document["comparison"], runs), soft_wrap=True)
     if place.rank == 0:
-        metrics.write_config(folder, config)
         metrics.write_json(folder / "comparison.json", document["comparison"])
     return document

@@ -1,0 +1,156 @@
+"""The words after ``thinwire``: read into a configuration, or refused in one line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+from thinwire.spec import nearest
+from thinwire.train import config as configuration
+from thinwire.train.config import Config, ConfigError, Setting
+
+_EXAMPLES = """examples:
+  thinwire train                                    the embedded text, two processes, 100 Mbit/s
+  thinwire train --quick                            the same in some seconds
+  thinwire train --compare                          also uncompressed and in bf16
+  thinwire train run.toml --forward 'delta(int2)' --link.rate 30mbit
+  torchrun --nproc-per-node 2 -m thinwire train run.toml
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but for its usage dump: errors become ``ConfigError``."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command with these words; returns its exit code. Raises ConfigError."""
+    parser = _Parser(
+        prog="thinwire",
+        description="Train PyTorch models over slow networks.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("command", nargs="?", help="what to do: train")
+    if not arguments:
+        parser.print_help()
+        return 0
+    options, rest = parser.parse_known_args(arguments[:1])
+    if rest:
+        raise ConfigError(f"unknown option '{rest[0]}'{nearest(rest[0], ('--help', '--version'))}")
+    if options.command == "train":
+        from thinwire.train import launch
+
+        return launch.train(read_arguments(arguments[1:]))
+    raise ConfigError(f"unknown command '{options.command}'{nearest(options.command, ['train'])}")
+
+
+def _version() -> str:
+    try:
+        return f"thinwire {metadata.version('thinwire')}"
+    except metadata.PackageNotFoundError:
+        return "thinwire (run from its source tree)"
+
+
+def read_arguments(arguments: Sequence[str]) -> Config:
+    """The configuration that ``thinwire train`` was given; raises ConfigError."""
+    known = {entry.name: entry for entry in configuration.settings()}
+    parser = _train_parser(known)
+    options, unknown = parser.parse_known_args(_joined(arguments, known))
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], known))
+    given = vars(options)
+    path = given.pop("config", None)
+    values = configuration.read_toml(Path(path)) if path else {}
+    for name, text in given.items():
+        values[name] = configuration.from_text(known[name], text)
+    return configuration.build(values)
+
+
+def _train_parser(known: dict[str, Setting]) -> _Parser:
+    parser = _Parser(
+        prog="thinwire train",
+        description="Train a model in pipeline stages whose links are compressed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", help="a TOML file of settings; options override it")
+    short = {name: alias for alias, name in configuration.ALIASES.items()}
+    groups = {"": parser.add_argument_group("run")}
+    for name, entry in known.items():
+        section = name.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        flags = [f"--{short[name]}"] if name in short else []
+        groups[section].add_argument(
+            *flags,
+            f"--{name}",
+            dest=name,
+            metavar="VALUE" if entry.kind is not bool else "true|false",
+            help=_help(entry),
+        )
+    return parser
+
+
+def _help(entry: Setting) -> str:
+    default = str(entry.default).lower() if entry.kind is bool else entry.default
+    choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
+    shown = "" if entry.default is None else f" (default {default})"
+    return f"{entry.help}{choices}{shown}".replace("%", "%%")
+
+
+def _joined(arguments: Sequence[str], known: dict[str, Setting]) -> list[str]:
+    """Each option and its value as one word, ``--name=value``.
+
+    A flag may stand alone, with a config file after it, and a value may begin with a minus;
+    argparse would misread both.
+    """
+    long_names = configuration.ALIASES | {name: name for name in known}
+    joined: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name = long_names.get(word[2:]) if word.startswith("--") else None
+        if name is not None and known[name].kind is bool:
+            word = f"{word}={rest.pop(0) if rest and _is_flag_value(rest[0]) else 'true'}"
+        elif name is not None and rest and not rest[0].startswith("--"):
+            word = f"{word}={rest.pop(0)}"
+        joined.append(word)
+    return joined
+
+
+def _is_flag_value(word: str) -> bool:
+    """Whether a word after a flag is meant as its value, right or wrong, and not as a file."""
+    if word.lower() in ("true", "false"):
+        return True
+    return (
+        not word.startswith("-")
+        and not any(c in word for c in "./\\")
+        and not (Path(word).exists())
+    )
+
+
+def _unknown(word: str, known: dict[str, Setting]) -> str:
+    if not word.startswith("--"):
+        return f"unexpected argument '{word}'; one config file, then --section.field value"
+    name = word[2:].partition("=")[0]
+    section, dot, field = name.rpartition(".")
+    sections = {known_name.rpartition(".")[0] for known_name in known} - {""}
+    if dot and section not in sections:
+        return f"unknown section '{section}' in --{name}{nearest(section, sections)}"
+    if dot:
+        fields = [n.rpartition(".")[2] for n in known if n.startswith(section + ".")]
+        return f"unknown field '{field}' in --{name}{nearest(field, fields)}"
+    fields_anywhere = {n.rpartition(".")[2]: n for n in known}
+    if name in fields_anywhere:
+        return f"unknown option --{name}; did you mean '--{fields_anywhere[name]}'?"
+    return f"unknown option --{name}{nearest(name, [*known, *configuration.ALIASES])}"
