@@ -16,7 +16,6 @@ from tests.distributed.pool import Pool
 from tests.distributed.setup import (
     DIM,
     LENGTH,
-    VOCAB,
     Case,
     Stage,
     batch,
@@ -24,7 +23,6 @@ from tests.distributed.setup import (
     merged,
     parameter_hash,
     run,
-    transport_of,
 )
 
 
@@ -92,104 +90,6 @@ def test_what_lies_in_the_padding_changes_nothing(pool: Pool) -> None:
     exact = pool.run(padded_run, 4, "raw", world_size=2)[0]
     for (a, *_), (b, *_) in zip(coded, exact, strict=True):
         assert a == pytest.approx(b, abs=2e-3)
-
-
-def evaluate(rank: int, world_size: int, num_stages: int, microbatches: int) -> list[float]:
-    """Validation losses with the codec off and on, before, between and after training steps."""
-    case = Case("Interleaved1F1B", num_stages, microbatches)
-    stages, schedule, _ = build(rank, world_size, case)
-    pipeline = tw.Pipeline(schedule, stages, tw.Plan("delta(int4)", "int8"), deadline=20)
-    parameters = [p for s in stages for p in s.submod.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.05)
-    _, vx, vy = batch(99, rows=7 if microbatches < 8 else 8)
-    found = []
-    for step in range(3):
-        for codec in (False, True):
-            before = pipeline.state_digests()
-            result = pipeline.eval(*((vx,) if rank == 0 else ()), target=vy, codec=codec)
-            assert pipeline.state_digests() == before
-            assert all(s.submod.training for s in stages)
-            found.append(result.loss)
-        ids, x, y = batch(step)
-        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def test_evaluation_works_before_and_between_steps_and_leaves_references_untouched(
-    pool: Pool,
-) -> None:
-    found = pool.run(evaluate, 2, 4, world_size=2)
-    assert found[0] == found[1]
-    for off, on in zip(found[0][::2], found[0][1::2], strict=True):
-        assert off != on
-        assert off == pytest.approx(on, abs=0.01)
-
-
-def evaluate_on(rank: int, world_size: int, schedule: str, transport: str) -> float:
-    case = Case(schedule, 4, 4, transport=transport)
-    stages, built, _ = build(rank, world_size, case)
-    plan = tw.Plan("raw", "raw")
-    pipeline = tw.Pipeline(built, stages, plan, transport=transport_of(case), deadline=20)
-    first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
-    ids, x, y = batch(0)
-    known = {"sample_ids": ids} if first else {}
-    inputs = (x,) if first else ()
-    for _ in range(2):
-        evaluated = pipeline.eval(*inputs, target=y if last else None).loss
-        trained = pipeline.step(*inputs, target=y if last else None, **known).loss
-        assert evaluated == pytest.approx(trained, abs=1e-6)
-    return trained
-
-
-@pytest.mark.parametrize(
-    ("schedule", "transport"),
-    [
-        ("ZBV", "gloo"),
-        ("LoopedBFS", "gloo"),
-        ("InterleavedZeroBubble", "gloo"),
-        ("Interleaved1F1B", "memory"),
-        ("LoopedBFS", "memory"),
-    ],
-)
-def test_evaluation_works_where_neighbours_share_a_rank(
-    pool: Pool, schedule: str, transport: str
-) -> None:
-    found = pool.run(evaluate_on, schedule, transport, world_size=1 if transport == "memory" else 2)
-    assert len(set(found)) == 1
-
-
-def test_validation_loss_depends_neither_on_microbatches_nor_on_ranks(pool: Pool) -> None:
-    by_microbatches = [pool.run(evaluate, 4, n, world_size=2)[0][0] for n in (2, 4)]
-    by_ranks = pool.run(evaluate, 4, 4, world_size=4)[0][0]
-    assert [*by_microbatches, by_ranks] == pytest.approx([by_ranks] * 3, abs=1e-6)
-
-
-def changing_shapes(rank: int, world_size: int, schedule_name: str) -> list[float]:
-    """Whole and short batches, shorter and full sequences, micro-batches of one row."""
-    case = Case(schedule_name, 2)
-    stages, schedule, _ = build(rank, world_size, case)
-    pipeline = tw.Pipeline(schedule, stages, tw.Plan("delta(int4)", "int8"), deadline=20)
-    losses = []
-    for step, (rows, length) in enumerate([(8, 12), (7, 12), (8, 5), (4, 12), (6, 1), (8, 12)]):
-        ids, x, y = batch(step, rows, length)
-        result = pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
-        assert result.tokens == rows * length
-        losses.append(result.loss)
-        evaluated = pipeline.eval(*((x,) if rank == 0 else ()), target=y, codec=False)
-        assert evaluated.tokens == rows * length
-        assert evaluated.loss == pytest.approx(result.loss, abs=0.01)
-    digests = pipeline.state_digests()
-    return [*losses, digests[f"edge 0 forward 0 {'sender' if rank == 0 else 'receiver'}"]]
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
-def test_short_batches_and_sequences_of_any_length_train_and_evaluate(
-    pool: Pool, schedule: str
-) -> None:
-    first, second = pool.run(changing_shapes, schedule, world_size=2)
-    assert first == second
 
 
 def repeated(rank: int, world_size: int) -> list[Any]:
@@ -310,70 +210,6 @@ def test_a_transfer_without_loss_leaves_all_gradients_bit_identical(pool: Pool) 
     assert all(math.isfinite(x) for x in raw[0].losses)
 
 
-class Tied(nn.Module):
-    """First stage with an embedding, or last with a head that shares its weight."""
-
-    def __init__(self, index: int, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.body = Stage(index, 4)
-        self.body.embed = self.body.head = nn.Identity()
-        self.weight, self.index = weight, index
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.index == 0:
-            x = nn.functional.embedding(x, self.weight)
-        y: Tensor = self.body(x)
-        return nn.functional.linear(y, self.weight) if self.index == 3 else y
-
-
-def tied_run(rank: int, world_size: int, steps: int) -> Any:
-    torch.manual_seed(5)
-    weight = nn.Parameter(torch.randn(VOCAB, DIM) * 0.3)
-    modules: dict[int, nn.Module] = {0: Tied(0, weight), 3: Tied(3, weight)}
-    case = Case("1F1B", 4)
-    stages, schedule, _ = build(rank, world_size, case, modules)
-    pipeline = tw.Pipeline(
-        schedule,
-        stages,
-        tw.Plan("delta(int4)", "int8"),
-        max_grad_norm=0.5,
-        deadline=20,
-        tied={"embedding": weight} if rank in (0, 3) else None,
-    )
-    parameters = [p for s in stages for p in s.submod.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
-    norms, losses = [], []
-    for step in range(steps):
-        ids, x, y = batch(step)
-        result = pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
-        norms.append(result.grad_norm)
-        losses.append(result.loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return weight.detach(), norms, losses
-
-
-def test_a_tied_embedding_and_head_are_equal_after_a_hundred_steps(pool: Pool) -> None:
-    found = pool.run(tied_run, 100, world_size=4)
-    assert torch.equal(found[0][0], found[3][0])
-    assert found[0][2][-1] < found[0][2][0]
-
-
-def test_a_tied_gradient_counts_once_in_the_norm(pool: Pool) -> None:
-    _, norms, _ = pool.run(tied_run, 1, world_size=4)[0]
-    torch.manual_seed(5)
-    weight = nn.Parameter(torch.randn(VOCAB, DIM) * 0.3)
-    modules = [Tied(0, weight), Stage(1, 4), Stage(2, 4), Tied(3, weight)]
-    _, x, y = batch(0)
-    for module in modules:
-        x = module(x)
-    nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()).backward()
-    everything = {id(p): p for m in modules for p in m.parameters()}
-    gradients = [p.grad.flatten() for p in everything.values() if p.grad is not None]
-    norm = float(torch.cat(gradients).norm())
-    assert norms[0] == pytest.approx(norm, rel=0.02)  # the links are compressed
-
-
 def frozen_run(rank: int, world_size: int, frozen: int, num_stages: int) -> Any:
     modules: dict[int, nn.Module] = {frozen: Stage(frozen, num_stages, frozen=True)}
     case = Case("Interleaved1F1B", num_stages)
@@ -454,41 +290,3 @@ def many_pipelines(rank: int, world_size: int) -> Any:
 def test_a_closed_pipeline_leaves_no_connection_behind(pool: Pool) -> None:
     for after_four, after_eight in pool.run(many_pipelines, world_size=2):
         assert after_eight <= after_four
-
-
-def tied_in(rank: int, world_size: int, dtype: torch.dtype) -> bool:
-    """A step with a large tied parameter of another dtype."""
-
-    class Ends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(3)
-            self.weight = nn.Parameter((torch.randn(400, DIM) * 0.1).to(dtype))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if rank == 0:
-                return nn.functional.embedding(x, self.weight).float()
-            return nn.functional.linear(x.to(dtype), self.weight).float()
-
-    module = Ends()
-    hidden = torch.empty(2, LENGTH, DIM, device="meta", requires_grad=True)
-    tokens = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
-    logits = torch.empty(2, LENGTH, 400, device="meta", requires_grad=True)
-    stage = tw.PipelineStage(
-        module,
-        rank,
-        2,
-        "cpu",
-        input_args=hidden if rank else tokens,
-        output_args=logits if rank else hidden,
-    )
-    schedule = tw.build_schedule("1F1B", [stage], 4, tw.TokenLoss())
-    pipeline = tw.Pipeline(schedule, [stage], tied={"w": module.weight}, deadline=20)
-    ids, x, y = batch(0)
-    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
-    return bool(module.weight.grad is not None and module.weight.grad.abs().sum() > 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_tied_parameters_may_have_any_float_dtype(pool: Pool, dtype: torch.dtype) -> None:
-    assert all(pool.run(tied_in, dtype, world_size=2))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.edge import Boundary
+from thinwire.boundary import Boundary
 from thinwire.pipeline.agreement import split_rows
 
 

@@ -254,4 +254,4 @@ def test_a_run_folder_that_no_system_can_make_is_refused_in_a_line_of_bearable_l
 
 def test_the_default_model_fits_a_small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size, "physical_memory", lambda: 10**9)
-    check.resolved(Config())
+    assert check.resolved(Config()).nproc == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.edge import Boundary, MicroBatch, StepPlan
+from thinwire.boundary import Boundary, MicroBatch, StepPlan
 from thinwire.errors import LinkError, NonFiniteError, PeerAborted
 from thinwire.network import TransportError
 

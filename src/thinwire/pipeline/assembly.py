@@ -13,8 +13,9 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from thinwire.boundary import Boundary
 from thinwire.counters import Timers
-from thinwire.edge import Boundary, EdgeEnd, LinkReceiver, LinkSender, Names
+from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender, Names
 from thinwire.frame import Direction, Place
 from thinwire.network import Transport
 from thinwire.pipeline.control import Control

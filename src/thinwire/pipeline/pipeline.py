@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.boundary import StepPlan
 from thinwire.counters import LinkCounters, Timers, sum_reports
-from thinwire.edge import StepPlan
 from thinwire.errors import LinkError, NonFiniteError
 from thinwire.frame import Direction
 from thinwire.network import GlooTransport, Transport, TransportError
@@ -37,7 +37,7 @@ from thinwire.pipeline.agreement import (
     reason_of,
     step_plan,
 )
-from thinwire.pipeline.assembly import Connector, Tie, compare, group_ranks
+from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.plan import Plan
@@ -128,33 +128,37 @@ class Pipeline:
             [0] if self.transport.in_process else range(first.group_size),
         )
         self._control.deadline = first_deadline
-        settings = {
-            "schedule": name,
-            "microbatches": self.n_microbatches,
-            "num_stages": first.num_stages,
-            "loss": self._loss is not None,
-            "max_grad_norm": max_grad_norm,
-            "seed": seed,
-        }
-        try:
-            self._setup = compare(self._control, self.stages, self.plan, settings, tied or {})
-        except LinkError as error:  # a ValueError is raised on all ranks alike
-            self._control.abort(*reason_of(error, self.rank))
-            self.transport.drain(_DRAIN_SECONDS)
-            raise
-        self._fixed = any(
-            self.plan.schemes(edge) is None and rank_of[edge] != rank_of[edge + 1]
-            for edge in range(first.num_stages - 1)
-        )
+        self._setup = self._compare(name, tied or {})
         self._control.allow_header(self._setup.max_rows * self.n_microbatches)
         schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
         self._needs_keys = any(s.needs_keys for pair in schemes if pair for s in pair)
+        # torch's own operations, where an edge is off, take one shape only
+        self._fixed = any(
+            pair is None and rank_of[edge] != rank_of[edge + 1] for edge, pair in enumerate(schemes)
+        )
         connector = Connector(
             self.transport, self.plan, rank_of, self._control.run, self.timers, window
         )
         self._ends = connector.connect(self.stages)
         for end in self._ends:
             end.incoming.deadline = first_deadline
+
+    def _compare(self, schedule: str, tied: Mapping[str, nn.Parameter]) -> Setup:
+        """Agree with all ranks on what each was given, or tell them that this one failed."""
+        settings = {
+            "schedule": schedule,
+            "microbatches": self.n_microbatches,
+            "num_stages": self.stages[0].num_stages,
+            "loss": self._loss is not None,
+            "max_grad_norm": self.max_grad_norm,
+            "seed": self.seed,
+        }
+        try:
+            return compare(self._control, self.stages, self.plan, settings, tied)
+        except LinkError as error:  # a ValueError is raised on all ranks alike
+            self._control.abort(*reason_of(error, self.rank))
+            self.transport.drain(_DRAIN_SECONDS)
+            raise
 
     # Steps.
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from thinwire.boundary import Boundary
 from thinwire.counters import Timers
-from thinwire.edge import Boundary, EdgeEnd
+from thinwire.edge import EdgeEnd
 from thinwire.pipeline.engine import check_hooks
 
 

@@ -1,0 +1,63 @@
+"""What crosses an edge, and what both of its ends know of a step before anything is posted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """One tensor that crosses an edge: its shape for one micro-batch at the declared maximum.
+
+    ``batched``: its first dimension is the micro-batch's rows. ``sequence``: its second dimension
+    varies with the length of the sequences.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    batched: bool = True
+    sequence: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """The activation itself, or any float tensor that takes part in the backward pass.
+
+        Masks (possibly holding -inf), tables and integer tensors would wreck a scale: they travel
+        as they are.
+        """
+        floating = self.dtype.is_floating_point
+        return floating and self.batched and (self.index == 0 or self.requires_grad)
+
+    def shape_for(self, rows: int, seq_len: int | None) -> tuple[int, ...]:
+        """The largest shape in a micro-batch of ``rows`` sequences of ``seq_len`` positions."""
+        shape = list(self.shape)
+        if self.batched:
+            shape[0] = rows
+        if self.sequence and seq_len is not None:
+            shape[1] = seq_len
+        return tuple(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What both ends know of one micro-batch: its rows, their samples and valid positions."""
+
+    rows: int
+    keys: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What both ends know of a step before anything is posted."""
+
+    step: int
+    train: bool
+    microbatches: tuple[MicroBatch, ...]
+    seq_len: int | None = None
+    codec: bool = True  # False: evaluation on exact values
+    seed: int = 0

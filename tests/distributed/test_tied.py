@@ -1,0 +1,123 @@
+"""Parameters that two stages share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.distributed.pool import Pool
+from tests.distributed.setup import (
+    DIM,
+    LENGTH,
+    VOCAB,
+    Case,
+    Stage,
+    batch,
+    build,
+)
+
+
+class Tied(nn.Module):
+    """First stage with an embedding, or last with a head that shares its weight."""
+
+    def __init__(self, index: int, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.body = Stage(index, 4)
+        self.body.embed = self.body.head = nn.Identity()
+        self.weight, self.index = weight, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.index == 0:
+            x = nn.functional.embedding(x, self.weight)
+        y: Tensor = self.body(x)
+        return nn.functional.linear(y, self.weight) if self.index == 3 else y
+
+
+def tied_run(rank: int, world_size: int, steps: int) -> Any:
+    torch.manual_seed(5)
+    weight = nn.Parameter(torch.randn(VOCAB, DIM) * 0.3)
+    modules: dict[int, nn.Module] = {0: Tied(0, weight), 3: Tied(3, weight)}
+    case = Case("1F1B", 4)
+    stages, schedule, _ = build(rank, world_size, case, modules)
+    pipeline = tw.Pipeline(
+        schedule,
+        stages,
+        tw.Plan("delta(int4)", "int8"),
+        max_grad_norm=0.5,
+        deadline=20,
+        tied={"embedding": weight} if rank in (0, 3) else None,
+    )
+    parameters = [p for s in stages for p in s.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    norms, losses = [], []
+    for step in range(steps):
+        ids, x, y = batch(step)
+        result = pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+        norms.append(result.grad_norm)
+        losses.append(result.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight.detach(), norms, losses
+
+
+def test_a_tied_embedding_and_head_are_equal_after_a_hundred_steps(pool: Pool) -> None:
+    found = pool.run(tied_run, 100, world_size=4)
+    assert torch.equal(found[0][0], found[3][0])
+    assert found[0][2][-1] < found[0][2][0]
+
+
+def test_a_tied_gradient_counts_once_in_the_norm(pool: Pool) -> None:
+    _, norms, _ = pool.run(tied_run, 1, world_size=4)[0]
+    torch.manual_seed(5)
+    weight = nn.Parameter(torch.randn(VOCAB, DIM) * 0.3)
+    modules = [Tied(0, weight), Stage(1, 4), Stage(2, 4), Tied(3, weight)]
+    _, x, y = batch(0)
+    for module in modules:
+        x = module(x)
+    nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()).backward()
+    everything = {id(p): p for m in modules for p in m.parameters()}
+    gradients = [p.grad.flatten() for p in everything.values() if p.grad is not None]
+    norm = float(torch.cat(gradients).norm())
+    assert norms[0] == pytest.approx(norm, rel=0.02)  # the links are compressed
+
+
+def tied_in(rank: int, world_size: int, dtype: torch.dtype) -> bool:
+    """A step with a large tied parameter of another dtype."""
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.weight = nn.Parameter((torch.randn(400, DIM) * 0.1).to(dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == 0:
+                return nn.functional.embedding(x, self.weight).float()
+            return nn.functional.linear(x.to(dtype), self.weight).float()
+
+    module = Ends()
+    hidden = torch.empty(2, LENGTH, DIM, device="meta", requires_grad=True)
+    tokens = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
+    logits = torch.empty(2, LENGTH, 400, device="meta", requires_grad=True)
+    stage = tw.PipelineStage(
+        module,
+        rank,
+        2,
+        "cpu",
+        input_args=hidden if rank else tokens,
+        output_args=logits if rank else hidden,
+    )
+    schedule = tw.build_schedule("1F1B", [stage], 4, tw.TokenLoss())
+    pipeline = tw.Pipeline(schedule, [stage], tied={"w": module.weight}, deadline=20)
+    ids, x, y = batch(0)
+    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+    return bool(module.weight.grad is not None and module.weight.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tied_parameters_may_have_any_float_dtype(pool: Pool, dtype: torch.dtype) -> None:
+    assert all(pool.run(tied_in, dtype, world_size=2))
