@@ -1,10 +1,12 @@
 """Frames: what is sent arrives, and whatever else arrives is refused with the reason."""
 
 import math
+import re
 import struct
 import time
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -503,3 +505,23 @@ def test_an_fp8_payload_can_be_decoded_by_hand() -> None:
         codes = torch.frombuffer(bytearray(data[9 * row + 4 : 9 * row + 9]), dtype=torch.uint8)
         byhand = codes.view(torch.float8_e4m3fn).float() * scale
         assert byhand.equal(expected[row])
+
+
+def test_the_documented_dtype_codes_are_those_of_the_frames():
+    text = (Path(__file__).parent.parent / "docs" / "wire-format.md").read_text()
+    table = text[text.index("| dtype |") : text.index("**State.**")]
+    documented = {int(code): name for code, name in re.findall(r"(\d+) \| (\w+)", table)}
+    assert documented == {k: str(d).removeprefix("torch.") for k, d in enumerate(frame._DTYPES)}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex32])
+def test_raw_frames_hold_dtypes_that_torch_computes_little_with(dtype):
+    x = torch.arange(-8, 8, dtype=torch.int64).view(dtype).reshape(2, -1)
+    y = tw.unpack(tw.pack(x, "raw"))
+    assert y.dtype == dtype
+    assert torch.equal(y.view(torch.uint8), x.view(torch.uint8))
+
+
+def test_a_tensor_of_too_many_dimensions_is_refused_when_it_is_packed():
+    with pytest.raises(ValueError, match="at most 16 dimensions"):
+        tw.pack(torch.zeros([1] * 17), "raw")
