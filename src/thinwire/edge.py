@@ -200,7 +200,10 @@ class LinkSender(_Link):
         most = boundary.shape_for(rows, self.plan.seq_len)
         same_kind = x.dtype.is_floating_point == boundary.dtype.is_floating_point
         fits = len(x.shape) == len(most) and all(map(operator.le, x.shape, most))
-        if not fits or not same_kind or (boundary.batched and x.shape[0] != rows):
+        # a coded tensor has its features whole; rows and positions may be fewer than declared
+        features = 2 if len(most) > 2 else 1
+        whole = not boundary.coded or tuple(x.shape[features:]) == most[features:]
+        if not (fits and same_kind and whole) or (boundary.batched and x.shape[0] != rows):
             raise ValueError(
                 f"{self.names.here}: boundary tensor {boundary.index} of micro-batch {microbatch} "
                 f"is {x.dtype} of shape {tuple(x.shape)}; {boundary.dtype} of at most {most} was "

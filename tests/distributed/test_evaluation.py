@@ -9,6 +9,7 @@ import thinwire as tw
 from tests.distributed.pool import Pool
 from tests.distributed.setup import (
     Case,
+    Stage,
     batch,
     build,
     transport_of,
@@ -111,3 +112,19 @@ def test_short_batches_and_sequences_of_any_length_train_and_evaluate(
 ) -> None:
     first, second = pool.run(changing_shapes, schedule, world_size=2)
     assert first == second
+
+
+def modes(rank: int, world_size: int) -> list[bool]:
+    """Whether each module of a stage trains, before and after an evaluation."""
+    module = Stage(rank, 2)
+    module.block.norm.eval()
+    stages, schedule, _ = build(rank, world_size, Case(), {rank: module})
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("raw", "raw"), deadline=20)
+    before = [m.training for m in module.modules()]
+    _, x, y = batch(0)
+    pipeline.eval(*((x,) if rank == 0 else ()), target=y)
+    return [before == [m.training for m in module.modules()], all(before)]
+
+
+def test_evaluation_gives_each_module_its_own_mode_back(pool: Pool) -> None:
+    assert pool.run(modes, world_size=2) == [[True, False]] * 2

@@ -6,7 +6,10 @@ import dataclasses
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +18,9 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.distributed.pool import Pool
-from tests.distributed.setup import Case, Stage, batch, build
+from tests.distributed.setup import LENGTH, Case, Stage, batch, build
 from tests.distributed.worker import RankError
-from thinwire.pipeline.agreement import check_deadline
+from thinwire.pipeline.agreement import check_deadline, check_numbers
 
 DELTA = Case(num_stages=4, forward="delta(int4)", backward="int8")
 
@@ -237,6 +240,8 @@ def wrong_inputs(rank: int, world_size: int) -> list[str]:
         ((x,), {"target": y, "sample_ids": ids, "lengths": [12] * 8}),
         ((x.float(),), {"target": y, "sample_ids": ids}),
         ((x.to("meta"),), {"target": y, "sample_ids": ids}),
+        ((x,), {"target": y, "sample_ids": ids.to("meta")}),
+        ((x,), {"target": y, "sample_ids": ids.to_sparse()}),
     ]
     found = []
     for inputs, known in wrong:
@@ -271,6 +276,8 @@ def test_wrong_inputs_are_the_same_value_error_on_all_ranks_and_the_next_step_wo
         "not a list",
         "torch.float32",
         "a meta tensor",
+        "cannot be read",
+        "cannot be read",
     ]
     for text, part in zip(first, expected, strict=True):
         assert part in text
@@ -325,6 +332,7 @@ class Larger(nn.Module):
         y: Tensor = self.stage(x)
         return {
             "shape": torch.cat([y, y], -1),
+            "narrow": y[..., :5],
             "dtype": y.argmax(-1, keepdim=True).expand_as(y),
             "count": (y, y),
         }[self.how]
@@ -338,7 +346,7 @@ def train_larger(rank: int, world_size: int, how: str) -> None:
     pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "count"])
+@pytest.mark.parametrize("how", ["shape", "narrow", "dtype", "count"])
 def test_an_output_that_was_not_declared_is_refused_before_it_is_sent(pool: Pool, how: str) -> None:
     first, second = pool.run(train_larger, how, world_size=2, raises=False)
     assert first.type_name == "ValueError"
@@ -433,3 +441,72 @@ def test_an_edge_that_is_off_refuses_short_batches_on_every_rank(pool: Pool) -> 
 def test_a_deadline_that_cannot_be_kept_is_refused(deadline: float) -> None:
     with pytest.raises(ValueError, match="deadline"):
         check_deadline(deadline)
+
+
+def first_step(rank: int, world_size: int, what: str) -> None:
+    """Something is wrong on the second rank in the very first step."""
+    stages, schedule, _ = build(rank, world_size, Case())
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("int4", "int8"), deadline=20)
+    ids, x, y = batch(0)
+    lengths = torch.full((8,), LENGTH)
+    with torch.set_grad_enabled(not (rank and what == "no_grad")):
+        pipeline.step(
+            *((x,) if rank == 0 else ()),
+            target=y.to("meta") if rank and what == "meta target" else y,
+            sample_ids=ids.to("meta") if rank and what == "meta ids" else ids,
+            lengths=lengths - 1 if rank and what == "lengths" else lengths,
+        )
+
+
+@pytest.mark.parametrize("what", ["meta target", "meta ids", "no_grad", "lengths"])
+def test_what_is_wrong_on_one_rank_in_the_first_step_is_told_to_all(pool: Pool, what: str) -> None:
+    for error in pool.run(first_step, what, world_size=2, raises=False):
+        assert error.type_name == "ValueError"
+        assert "rank 1" in error.message
+        assert error.seconds < 10
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_grad_norm": -1.0}, {"max_grad_norm": math.nan}, {"window": 2.5}, {"seed": "a"}],
+)
+def test_settings_that_are_no_sensible_numbers_are_refused(setting: dict[str, Any]) -> None:
+    numbers: dict[str, Any] = {"window": 8, "seed": 0, "max_grad_norm": None} | setting
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        check_numbers(**numbers)
+
+
+SURVIVOR = """
+import os, signal, sys
+import torch.distributed as dist
+import thinwire as tw
+from tests.distributed.setup import Case, batch, build
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=4)
+stages, schedule, _ = build(rank, 4, Case(num_stages=4))
+pipeline = tw.Pipeline(schedule, stages, tw.Plan("int4", "int8"), deadline=20)
+for step in range(3):
+    if step == 2 and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ids, x, y = batch(step)
+    try:
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+    except tw.LinkError:
+        sys.exit(7)
+"""
+
+
+def test_survivors_of_a_killed_rank_leave_with_their_own_exit_code(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SURVIVOR, str(rank), str(tmp_path / "meet")],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    found = [(p.communicate(timeout=90)[1], p.returncode) for p in processes]
+    assert [code for _, code in found] == [-signal.SIGKILL, 7, 7, 7]
+    assert not any("terminate called" in text for text, _ in found)

@@ -121,3 +121,62 @@ def tied_in(rank: int, world_size: int, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_tied_parameters_may_have_any_float_dtype(pool: Pool, dtype: torch.dtype) -> None:
     assert all(pool.run(tied_in, dtype, world_size=2))
+
+
+def shared_in_a_v(rank: int, world_size: int, schedule_name: str, clip: float | None) -> Any:
+    """One parameter in the first and the last of four stages, clipped; its gradient and norm."""
+    torch.manual_seed(5)
+    weight = nn.Parameter(torch.randn(VOCAB, DIM) * 0.3)
+    modules: dict[int, nn.Module] = {0: Tied(0, weight), 3: Tied(3, weight)}
+    stages, schedule, _ = build(rank, world_size, Case(schedule_name, 4), modules)
+    holds = any(s.stage_index in (0, 3) for s in stages)
+    pipeline = tw.Pipeline(
+        schedule,
+        stages,
+        tw.Plan("raw", "raw"),
+        max_grad_norm=clip,
+        deadline=20,
+        tied={"embedding": weight} if holds else None,
+    )
+    ids, x, y = batch(0)
+    first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+    known = {"sample_ids": ids} if first else {}
+    result = pipeline.step(*((x,) if first else ()), target=y if last else None, **known)
+    return result.grad_norm, weight.grad if holds else None
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_parameter_in_two_stages_of_a_rank_counts_and_is_clipped_once(
+    pool: Pool, clip: float | None
+) -> None:
+    in_a_v = pool.run(shared_in_a_v, "ZBV", clip, world_size=2)[0]
+    apart = pool.run(shared_in_a_v, "1F1B", clip, world_size=4)[0]
+    assert in_a_v[0] == pytest.approx(apart[0], rel=1e-5)
+    assert torch.allclose(in_a_v[1], apart[1], atol=1e-7)
+
+
+def accumulate(rank: int, world_size: int, frozen: bool) -> Any:
+    """The tied gradient after two steps without zero_grad, and the sum of each step's own."""
+    torch.manual_seed(5)
+    weight = nn.Parameter(torch.randn(VOCAB, DIM) * 0.3, requires_grad=not frozen)
+    modules: dict[int, nn.Module] = {0: Tied(0, weight), 3: Tied(3, weight)}
+    stages, schedule, _ = build(rank, world_size, Case("1F1B", 4), modules)
+    tied = {"embedding": weight} if rank in (0, 3) else None
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("raw", "raw"), tied=tied, deadline=20)
+    parts: list[Tensor | None] = []
+    for clear in (True, True, False, False):
+        if clear or len(parts) == 2:
+            weight.grad = None
+        ids, x, y = batch(len(parts) % 2)
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+        parts.append(None if weight.grad is None else weight.grad.clone())
+    return parts
+
+
+def test_tied_gradients_accumulate_over_steps(pool: Pool) -> None:
+    first, second, _, both = pool.run(accumulate, False, world_size=4)[0]
+    assert torch.allclose(both, first + second, atol=1e-7)
+
+
+def test_a_frozen_tied_parameter_gets_no_gradient(pool: Pool) -> None:
+    assert pool.run(accumulate, True, world_size=4)[0] == [None] * 4

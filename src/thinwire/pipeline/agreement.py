@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,22 @@ _LONGEST_DEADLINE = 7 * 86400
 
 def check_deadline(seconds: float) -> None:
     """Raise ValueError for a time that no wait can keep."""
-    if not 0 < seconds <= _LONGEST_DEADLINE:
+    if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_DEADLINE:
         raise ValueError(
             f"a deadline of {seconds} s: it must be over 0 and at most {_LONGEST_DEADLINE} s"
         )
+
+
+def check_numbers(window: int, seed: int, max_grad_norm: float | None) -> None:
+    """Raise ValueError for settings of a pipeline that are no sensible numbers."""
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window={window!r}: a whole number of receives to post ahead, from 1")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r} is no whole number")
+    if max_grad_norm is not None and not (
+        isinstance(max_grad_norm, int | float) and 0 < max_grad_norm < math.inf
+    ):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number over 0, or None")
 
 
 def input_error(

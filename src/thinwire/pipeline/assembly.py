@@ -73,7 +73,9 @@ def compare(
             "stages": {
                 str(s.stage_index): [_describe(s.inputs), _describe(s.outputs)] for s in stages
             },
-            "tied": {name: [list(p.shape), _digest(p)] for name, p in tied.items()},
+            "tied": {
+                name: [list(p.shape), p.requires_grad, _digest(p)] for name, p in tied.items()
+            },
         }
     )
     control.run = found[0]["run"]
@@ -157,7 +159,7 @@ def _ties(found: list[dict[str, Any]], tied: Mapping[str, nn.Parameter]) -> list
         copies = [found[rank]["tied"][name] for rank in owners]
         if any(copy != copies[0] for copy in copies):
             raise ValueError(f"the copies of tied parameter {name!r} are not equal")
-        if name in tied:
+        if name in tied and tied[name].requires_grad:
             ties.append(Tie(slot, owners, tied[name]))
     return ties
 

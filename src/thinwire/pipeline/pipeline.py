@@ -31,6 +31,7 @@ from thinwire.network import GlooTransport, Transport, TransportError
 from thinwire.pipeline import engine
 from thinwire.pipeline.agreement import (
     check_deadline,
+    check_numbers,
     header,
     input_error,
     origin_of,
@@ -103,8 +104,9 @@ class Pipeline:
         self.max_grad_norm, self.seed = max_grad_norm, seed
         self.deadline = deadline
         self.n_microbatches = engine.microbatches_of(schedule)
-        if window < 1:
-            raise ValueError(f"window={window}: at least 1 receive has to be posted ahead")
+        if not self.stages:
+            raise ValueError("a pipeline needs at least one stage on each rank")
+        check_numbers(window, seed, max_grad_norm)
         check_deadline(deadline)
         check_deadline(first_deadline)
         name = engine.schedule_name(schedule)
@@ -184,9 +186,13 @@ class Pipeline:
         """
         plan = self._agree(True, True, inputs, target, sample_ids, lengths)
         with self._failing_together():
-            losses = self._run(plan, inputs, target)
+            # what earlier steps have accumulated is summed over the owners already
+            earlier = [tie.parameter.grad for tie in self._setup.ties]
             for tie in self._setup.ties:
-                self._sum_tied(tie)
+                tie.parameter.grad = None
+            losses = self._run(plan, inputs, target)
+            for tie, before in zip(self._setup.ties, earlier, strict=True):
+                self._sum_tied(tie, before)
             return self._finish(self._total(losses), self._tokens(target))
 
     def eval(
@@ -201,7 +207,7 @@ class Pipeline:
         ``codec=False`` sends exact values. Modules are put into evaluation mode meanwhile.
         """
         plan = self._agree(False, codec, inputs, target, None, lengths)
-        modes = [s.submod.training for s in self.stages]
+        modes = [(m, m.training) for s in self.stages for m in s.submod.modules()]
         with self._failing_together():
             try:
                 for stage in self.stages:
@@ -209,8 +215,8 @@ class Pipeline:
                 with torch.no_grad():
                     losses = self._run(plan, inputs, target)
             finally:
-                for stage, mode in zip(self.stages, modes, strict=True):
-                    stage.submod.train(mode)
+                for module, mode in modes:  # one by one: users switch parts of a stage off
+                    module.training = mode
             found = self._control.gather_result([self._total(losses), self._tokens(target)])
             self._settle()
         return EvalResult(math.fsum(f[0] for f in found), sum(f[1] for f in found))
@@ -239,13 +245,13 @@ class Pipeline:
         run(*(inputs if self._first is not None else ()), **arguments)
         return [loss.detach().item() for loss in losses]
 
-    def _sum_tied(self, tie: Tie) -> None:
+    def _sum_tied(self, tie: Tie, earlier: Tensor | None) -> None:
         parameter = tie.parameter
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         total: Tensor | None = None
         for part in self._control.exchange_tensor(grad, tie.owners, tie.slot):
             total = part.clone() if total is None else total + part
-        parameter.grad = total
+        parameter.grad = total if earlier is None or total is None else earlier + total
 
     def _finish(self, loss: float, tokens: int) -> StepResult:
         """Exchange losses and norms, clip, and check that the gradient is finite."""
@@ -277,8 +283,9 @@ class Pipeline:
             end.incoming.deadline = self.deadline
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        for stage in self.stages:
-            yield from stage.submod.parameters()
+        """Each parameter of this rank once, also where two of its stages share it."""
+        found = {id(p): p for stage in self.stages for p in stage.submod.parameters()}
+        yield from found.values()
 
     def _square_norm(self) -> float:
         """Sum of squares of this rank's gradients in float64; a tied one counts at one owner."""
@@ -307,24 +314,16 @@ class Pipeline:
             raise LinkError(f"this pipeline has given up: {self._failed}")
         announced = None
         if self._first is not None:
-            error = input_error(
-                self._first.inputs,
-                self._setup.max_rows,
-                self.n_microbatches,
-                inputs,
-                sample_ids,
-                lengths,
-                self._fixed,
-            )
-            if error is None and train and sample_ids is None and self._needs_keys:
-                error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
-            announced = header(train, codec, inputs, sample_ids, lengths, error)
+            announced = self._announcement(train, codec, inputs, sample_ids, lengths)
         with self._failing_together():
             announced = self._control.broadcast_header(announced, root=self._root)
         self._step += 1
         if announced["error"]:
             raise ValueError(announced["error"])
-        mine = self._mismatch(announced, train, target, sample_ids)
+        try:
+            mine = self._mismatch(announced, train, target, sample_ids, lengths)
+        except Exception as error:  # noqa: BLE001  told to all ranks, as every mismatch is
+            mine = f"rank {self.rank}: its arguments cannot be read: {error}"
         if self._mode != announced["train"]:
             # torch's own set-up messages come next: make sure that all ranks will take part
             with self._failing_together():
@@ -341,12 +340,29 @@ class Pipeline:
                 raise ValueError(mine)
         return plan
 
+    def _announcement(
+        self, train: bool, codec: bool, inputs: Sequence[Any], sample_ids: Any, lengths: Any
+    ) -> dict[str, Any]:
+        """The step's header, or what is wrong with the first stage's inputs."""
+        assert self._first is not None
+        rows, parts = self._setup.max_rows, self.n_microbatches
+        try:
+            error = input_error(
+                self._first.inputs, rows, parts, inputs, sample_ids, lengths, self._fixed
+            )
+            if error is None and train and sample_ids is None and self._needs_keys:
+                error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
+            return header(train, codec, inputs, sample_ids, lengths, error)
+        except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
+            return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
+
     def _mismatch(
         self,
         header: dict[str, Any],
         train: bool,
         target: Any,
         sample_ids: Any,
+        lengths: Any,
     ) -> str | None:
         """Why this rank cannot take part in the step that the first stage announced."""
         if header["train"] != train:
@@ -357,8 +373,12 @@ class Pipeline:
             return f"rank {self.rank} was given sample_ids that are no tensor"
         if sample_ids is not None and header["ids"] not in (None, sample_ids.tolist()):
             return f"rank {self.rank} was given other sample_ids than the first stage's rank"
+        if lengths is not None and header["lengths"] != lengths.tolist():
+            return f"rank {self.rank} was given other lengths than the first stage's rank"
+        if train and not torch.is_grad_enabled():
+            return f"rank {self.rank} has gradients switched off; use eval, or enable them"
         if self._last is not None and engine.loss_of(self.schedule) is not None:
-            if not isinstance(target, Tensor) or target.dim() == 0:
+            if not isinstance(target, Tensor) or target.dim() == 0 or target.is_meta:
                 return f"rank {self.rank} holds the last stage and needs target, a tensor of rows"
             if target.shape[0] != header["rows"]:
                 return (
