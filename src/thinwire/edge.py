@@ -22,7 +22,7 @@ from thinwire.boundary import Boundary, StepPlan
 from thinwire.codecs import codec
 from thinwire.codecs.base import unfit_value
 from thinwire.counters import LinkCounters, Timers
-from thinwire.errors import FrameError, LinkError, NonFiniteError, PeerAborted
+from thinwire.errors import FrameError, LinkError, NonFiniteError
 from thinwire.frame import Direction, Kind, Place, Section
 from thinwire.network import Handle, Transport, TransportError
 from thinwire.schemes import Receiver, Scheme, Sender, Value, Visit
@@ -30,7 +30,6 @@ from thinwire.schemes import Receiver, Scheme, Sender, Value, Visit
 _RAW = codec("raw")
 #: A frame that says why its sender gave up must fit into every posted receive.
 _MIN_RECEIVE = 4096
-_ABORT_TEXT = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +171,10 @@ class LinkSender(_Link):
         self.timers.encode_s += time.perf_counter() - start
 
     def _encode(self, boundary: Boundary, x: Tensor | None, microbatch: int) -> list[Section]:
-        if x is not None:
-            self._check_declared(boundary, x, microbatch)
         if x is None:
-            found = [Section(Kind.ABSENT)]
-        elif not boundary.coded:
+            return [Section(Kind.ABSENT, tensor=boundary.index)]
+        self._check_declared(boundary, x, microbatch)
+        if not boundary.coded:
             found = [Section(Kind.VALUE, "raw", x.dtype, tuple(x.shape), _RAW.encode(x))]
         else:
             try:
@@ -231,11 +229,8 @@ class LinkSender(_Link):
 
     def abort(self, kind: str, why: str) -> None:
         """Tell the receiver, on every message that it still expects, that none will come."""
-        text = f"{kind}\n{why}".encode()[:_ABORT_TEXT]
+        section = frame.abort_section(kind, why)
         for microbatch in sorted(self._unsent):
-            section = Section(
-                Kind.ABORT, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            )
             parts = frame.build(self.place_of(microbatch), [section])
             self.transport.send(self.peer, self.channel + microbatch, parts)
         self._unsent.clear()
@@ -305,8 +300,7 @@ class LinkReceiver(_Link):
         self.timers.wait_s += arrived - start
         try:
             _, sections = frame.parse(data, self.place_of(microbatch))
-            if sections and sections[0].kind == Kind.ABORT:
-                raise _aborted(sections[0])
+            frame.raise_abort(sections)
             tensors = self._decode_all(sections, microbatch)
         except (FrameError, ValueError) as error:
             raise self.error(microbatch, "from", error) from error
@@ -365,12 +359,6 @@ class EdgeEnd:
             self.outgoing.begin_step(plan)
         if receives:
             self.incoming.begin_step(plan)
-
-
-def _aborted(section: Section) -> PeerAborted:
-    text = bytes(section.payload.numpy()).decode("utf-8", "replace")
-    kind, _, why = text.partition("\n")
-    return PeerAborted(why, kind)
 
 
 def _valid(x: Tensor, visit: Visit) -> Tensor:

@@ -26,7 +26,7 @@ class EngineError(RuntimeError):
 class PeerAborted(LinkError):
     """Another stage gave up; the text is that stage's own reason.
 
-    ``origin`` is the (stage, rank) that failed first, ``kind`` its exception's class name.
+    ``kind`` is the class name of the exception that was raised there.
     """
 
     def __init__(self, message: str, kind: str = "LinkError") -> None:

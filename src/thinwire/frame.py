@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
-from thinwire.errors import FrameError, SpecError
+from thinwire.errors import FrameError, PeerAborted, SpecError
 
 Buffer = bytes | bytearray | memoryview
 MAGIC = b"TWIR"
@@ -32,6 +32,8 @@ _MAX_NAME = 255
 #: The most that one section adds to a frame besides its payload, row mask and versions.
 MAX_ENTRY_BYTES = _SECTION.size + 1 + _MAX_NAME + 8 * _MAX_DIMS + 8
 _ALL_ROWS = 0xFFFFFFFF
+#: Bytes; an abort frame must fit into every receive that is posted.
+_ABORT_TEXT = 2048
 
 _DTYPES = (
     torch.float32,
@@ -140,6 +142,25 @@ def build(place: Place, sections: Sequence[Section]) -> list[memoryview]:
     for part in parts:
         checksum.update(part)
     return [*parts, memoryview(_CHECKSUM.pack(checksum.intdigest()))]
+
+
+def text_section(kind: Kind, text: str) -> Section:
+    """A section that holds text, as control and abort frames do."""
+    return Section(kind, payload=torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+
+
+def abort_section(kind: str, why: str) -> Section:
+    """What a sender that gives up sends in place of a message: its error's name, and its text."""
+    text = f"{kind}\n{why}".encode()[:_ABORT_TEXT].decode("utf-8", "ignore")
+    return text_section(Kind.ABORT, text)
+
+
+def raise_abort(sections: Sequence[Section]) -> None:
+    """Raise PeerAborted with the sender's reason if these are the sections of an abort frame."""
+    if sections and sections[0].kind == Kind.ABORT:
+        text = bytes(sections[0].payload.numpy()).decode("utf-8", "replace")
+        kind, _, why = text.partition("\n")
+        raise PeerAborted(why, kind)
 
 
 def nbytes(sections: Sequence[Section]) -> int:

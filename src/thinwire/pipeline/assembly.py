@@ -41,7 +41,6 @@ class Setup:
     """What all ranks agreed on: the largest micro-batch, and this rank's tied parameters."""
 
     max_rows: int
-    max_len: int | None
     ties: list[Tie]
 
 
@@ -86,7 +85,7 @@ def compare(
     for stage in stages:
         stage.inputs = [_mark(b, max_rows, max_len) for b in stage.inputs]
         stage.outputs = [_mark(b, max_rows, max_len) for b in stage.outputs]
-    return Setup(max_rows, max_len, _ties(found, tied))
+    return Setup(max_rows, _ties(found, tied))
 
 
 def _describe(boundaries: Sequence[Boundary]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 
 from thinwire import frame
 from thinwire.counters import LinkCounters
-from thinwire.errors import FrameError, LinkError, PeerAborted
+from thinwire.errors import FrameError, LinkError
 from thinwire.frame import Direction, Kind, Place, Section
 from thinwire.network import Handle, Transport, TransportError
 
@@ -77,7 +77,7 @@ class Control:
     def exchange_tensor(
         self, x: torch.Tensor, owners: Sequence[int], slot: int
     ) -> list[torch.Tensor]:
-        """Every owner's float32 tensor of one shape, in owner order; this rank is an owner."""
+        """Every owner's tensor of one shape and dtype, in owner order; this rank is an owner."""
         step = self._sequence[_RESULT]
         place = self._place(3 + slot, step)
         size = frame.MIN_BYTES + frame.MAX_ENTRY_BYTES + x.nbytes + _SMALL
@@ -101,11 +101,10 @@ class Control:
 
     def abort(self, kind: str, why: str) -> None:
         """Tell all ranks, wherever they wait for this one, that it gives up."""
-        text = f"{kind}\n{why}".encode()[:2048]
-        payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        section = frame.abort_section(kind, why)
         for sub in (_INIT, _HEADER, _RESULT):
             place = self._place(sub, self._sequence[sub])
-            parts = frame.build(place, [Section(Kind.ABORT, payload=payload)])
+            parts = frame.build(place, [section])
             for other in self.others:
                 with contextlib.suppress(TransportError):  # that one is gone: the others are not
                     self.transport.send(self.addresses[other], sub, parts)
@@ -131,10 +130,7 @@ class Control:
             self._posted[sub, source] = self._receive_from(source, sub, self._max[sub])
 
     def _send(self, sub: int, target: int, value: Any) -> None:
-        text = json.dumps(value, separators=(",", ":")).encode()
-        section = Section(
-            Kind.CONTROL, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        )
+        section = frame.text_section(Kind.CONTROL, json.dumps(value, separators=(",", ":")))
         place = self._place(sub, self._sequence[sub])
         size = frame.nbytes([section])
         if size > self._max[sub]:
@@ -171,10 +167,7 @@ class Control:
         try:
             data = self.transport.wait(handle, self.deadline)
             found, sections = frame.parse(data)
-            if sections and sections[0].kind == Kind.ABORT:
-                text = bytes(sections[0].payload.numpy()).decode("utf-8", "replace")
-                kind, _, why = text.partition("\n")
-                raise PeerAborted(why, kind)
+            frame.raise_abort(sections)
             if found != place or len(sections) != 1:
                 raise FrameError(f"a frame for {found} arrived where {place} was expected")
         except (TransportError, FrameError) as error:

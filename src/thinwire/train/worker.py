@@ -216,10 +216,10 @@ def _compare(
     runs: dict[str, dict[str, Any]] = {}
     for name, plan in {"compressed": config.plan, **COMPARED}.items():
         screen.rule(f"{name}: forward {plan.forward}, backward {plan.backward}")
+        one = dataclasses.replace(config, plan=plan)
         if place.rank == 0:
             (folder / name).mkdir()
-            metrics.write_config(folder / name, dataclasses.replace(config, plan=plan))
-        one = dataclasses.replace(config, plan=plan)
+            metrics.write_config(folder / name, one)
         runs[name] = train(one, text, place, folder / name, screen)
     document = {"runs": runs, "comparison": report.comparison(runs)}
     screen.rule()
