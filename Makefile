@@ -12,7 +12,13 @@ SUITABLE = $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info 
 CHECK_PYTHON = $(if $(shell $(SUITABLE) 2>&1 || echo no),$(error install Python 3.11 or newer \
 	with venv (Debian, Ubuntu: apt install python3-venv), or name one: make PYTHON=python3.12))
 
-.PHONY: demo test test-gpu lint clean
+# What pip compiles. For a developer, kernels that do not compile are an error wherever there is a
+# compiler; for anybody else pip goes on without them.
+KERNELS = CMakeLists.txt $(wildcard src/thinwire/native/csrc/*)
+COMPILED = $(if $(shell command -v $(CXX) || command -v c++ || command -v clang++), \
+	--config-settings=wheel.cmake=true)
+
+.PHONY: demo test test-gpu test-wheel lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/thinwire train $(ARGS)
@@ -23,6 +29,9 @@ test: $(VENV)/installed-dev
 test-gpu: $(VENV)/installed-dev
 	$(RUN) pytest -m gpu $(ARGS)
 
+test-wheel: $(VENV)/installed-dev
+	$(RUN) pytest tests/native/wheel.py $(ARGS)
+
 lint: $(VENV)/installed-dev
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -31,17 +40,17 @@ lint: $(VENV)/installed-dev
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache \
-		.pytest_cache .ruff_cache
+		.pytest_cache .ruff_cache src/thinwire/native/*.so
 
 # The stamps make pip run again only when what it reads has changed.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt $(KERNELS)
 	$(CHECK_PYTHON)
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/installed-dev: pyproject.toml constraints.txt
+$(VENV)/installed-dev: pyproject.toml constraints.txt $(KERNELS)
 	$(CHECK_PYTHON)
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) $(COMPILED) --editable '.[dev]'
 	touch $(VENV)/installed $@

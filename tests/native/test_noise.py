@@ -16,15 +16,16 @@ def uniform(seed: int, n: int) -> torch.Tensor:
 def slow_uniform(seed: int, position: int) -> float:
     """The same hash in Python's integers."""
 
-    def mix(x: int) -> int:
+    def mix(x: int, key: int = 0) -> int:
         x ^= x >> 16
         x = x * 0x7FEB352D & 0xFFFFFFFF
-        x ^= x >> 15
+        x ^= x >> 15 ^ key
         x = x * 0x846CA68B & 0xFFFFFFFF
         return x ^ x >> 16
 
     low, high = seed & 0xFFFFFFFF, (seed >> 32 & 0xFFFFFFFF) ^ 0x9E3779B9
-    return (mix(mix(position ^ mix(low)) ^ mix(high)) >> 8) * 2.0**-24
+    first = mix(low ^ mix(high))
+    return (mix(position ^ first, mix(first ^ high)) >> 8) * 2.0**-24
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,8 +1,19 @@
-"""The arithmetic of the codecs: a dispatch point for kernels, and the eager twin that defines them.
+"""The arithmetic of the codecs: compiled kernels, and the eager twins that define them.
 
-Every function here has the same name, arguments and bytes as its definition in ``reference``.
+``encode_rows`` and ``decode_rows`` are the twin, for rows of one length on any device. ``encode`` and
+``decode`` are the kernels, for all rows of a tensor at once, where ``usable`` says that they are
+there. Both give the same bytes.
 """
 
+from thinwire.native.kernels import decode, encode, usable
 from thinwire.native.reference import IntegerFormat, decode_rows, encode_rows, row_nbytes
 
-__all__ = ["IntegerFormat", "decode_rows", "encode_rows", "row_nbytes"]
+__all__ = [
+    "IntegerFormat",
+    "decode",
+    "decode_rows",
+    "encode",
+    "encode_rows",
+    "row_nbytes",
+    "usable",
+]

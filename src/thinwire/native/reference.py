@@ -2,7 +2,7 @@
 
 Only single-operation torch kernels are used (no fused multiply-add, ``addcmul``, ``lerp`` or
 ``add(alpha=)``, whose results differ between ISAs), and every reduction other than min and max
-follows the written halving tree of ``_tree_sum``. Results are therefore the same on every ISA.
+follows the written halving tree of ``tree_sum``. Results are therefore the same on every ISA.
 
 A row of n values in groups of g (the last may be short) is encoded as
 
@@ -31,6 +31,9 @@ _BF16_MAX_BITS = 0x7F7F0000
 #: Groups with a scale below this are multiplied by 2**64 first: 1/scale would overflow.
 _TINY = 2.0**-60
 _LIFT = 2.0**64
+#: Sums of squares within these bounds need no scaling of the values.
+_LEAST_SQUARES = 2.0**-60
+_MOST_SQUARES = 2.0**100
 
 LLOYD_1 = 0.7978845608028654  # sqrt(2 / pi)
 LLOYD_2 = (0.4527800, 1.5104176)
@@ -211,14 +214,17 @@ def _encode_std(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scale, offset, codes) of groups x [rows, groups, size] with the mean and deviation."""
     size = x.shape[2]
-    # Sums are formed on values scaled by a power of two (exact), so that they cannot overflow.
-    peak = torch.maximum(hi, -lo)
-    unit = (peak.view(torch.int32) & 0x7F800000).view(torch.float32)
-    unit = torch.where(unit > 0, unit, torch.ones_like(unit))
-    small = x * (1.0 / unit)[:, :, None]
-    mean = torch.zeros_like(lo) if fmt.symmetric else _divide(_tree_sum(small), size)
-    centred = small - mean[:, :, None]
-    scale = _round_up_bf16(torch.sqrt(_divide(_tree_sum(centred * centred), size)) * unit)
+    unit = torch.ones_like(lo)
+    mean, squares = _moments(x, fmt)
+    extreme = ~((squares >= _LEAST_SQUARES) & (squares <= _MOST_SQUARES))
+    if bool(extreme.any()):
+        # sums of values scaled by a power of two, which is exact: they neither overflow nor vanish
+        exponent = torch.maximum(hi, -lo).view(torch.int32) & 0x7F800000
+        unit = torch.where(extreme & (exponent > 0), exponent.view(torch.float32), unit)
+        scaled = _moments(x * (1.0 / unit)[:, :, None], fmt)
+        mean = torch.where(extreme, scaled[0], mean)
+        squares = torch.where(extreme, scaled[1], squares)
+    scale = _round_up_bf16(torch.sqrt(_divide(squares, size)) * unit)
     # -0.0 would make the offset's bytes depend on the sign of a zero sum
     offset = mean * unit + 0.0
     d = x - offset[:, :, None]
@@ -234,7 +240,16 @@ def _encode_std(
     return scale, offset, cell ^ (positive + (2 ** (fmt.bits - 1) - 1))
 
 
-def _tree_sum(x: Tensor) -> Tensor:
+def _moments(x: Tensor, fmt: IntegerFormat) -> tuple[Tensor, Tensor]:
+    """(mean, sum of squares about it) of each group; the mean is 0 if symmetric."""
+    mean = torch.zeros_like(x[..., 0])
+    if not fmt.symmetric:
+        mean = _divide(tree_sum(x), x.shape[2])
+    centred = x - mean[:, :, None]
+    return mean, tree_sum(centred * centred)
+
+
+def tree_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension by halving: zeros pad it to a power of two, then fold."""
     size = x.shape[-1]
     width = 1 << (size - 1).bit_length()
