@@ -1,15 +1,16 @@
 """The grammar of codec and scheme strings, and the registry of their names.
 
-``int4``, ``int4:group=64,round=stochastic``, ``delta(int4)``, ``delta(int2,first=int4)``
+``int4:group=64,round=stochastic``, ``topk:0.1``, ``delta(int4)``, ``delta(int2,first=int4)``
 
     spec   = name [ ":" option { "," option } ] [ "(" argument { "," argument } ")" ]
-    option = key "=" value | flag
+    option = key "=" value | flag | value
     argument = spec | key "=" spec | key "=" value
 
 A registered class is a frozen dataclass whose fields are its options, so parsing yields a value
 that compares, hashes and prints: ``str`` of it is the canonical string (defaults left out, fields
-in declared order). In ``delta(int4:group=64,first=int8)`` an option belongs to the innermost
-spec that knows its name.
+in declared order). A field with ``metadata={"positional": example}`` may be given by its value
+alone, as the first option. In ``delta(int4:group=64,first=int8)`` an option belongs to the
+innermost spec that knows its name.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def _canonical(value: Named) -> str:
                 nested.insert(0, str(option))
             elif option != field.default_for(value):
                 nested.append(f"{field.name}={option}")
+        elif field.example:
+            plain.insert(0, _show(option))
         elif option != field.default_for(value):
             plain.append(field.name if option is True else f"{field.name}={_show(option)}")
     if any(f.nested for f in entry.options.values()):
@@ -83,6 +86,7 @@ class _Option:
     default: Any  # dataclasses.MISSING where required
     nested: bool  # the value is itself a spec
     derive: Callable[[Any], Any] | None  # a default that depends on the other options
+    example: str | None  # what it looks like where it is given by its value alone
 
     @property
     def required(self) -> bool:
@@ -161,6 +165,7 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
                 f.default,
                 isinstance(hints[f.name], type) and issubclass(hints[f.name], Named),
                 f.metadata.get("derive"),
+                f.metadata.get("positional"),
             )
             for f in dataclasses.fields(cls)
             if f.name not in preset and f.init
@@ -252,7 +257,8 @@ class _Reader:
             self.arguments(name, entry, values, outer)
         missing = [o.name for o in entry.options.values() if o.required and o.name not in values]
         if missing:
-            example = f"{name}(int4)" if takes_specs else f"{name}:{missing[0]}=…"
+            value = entry.options[missing[0]].example or f"{missing[0]}=…"
+            example = f"{name}(int4)" if takes_specs else f"{name}:{value}"
             raise self.error(f"{name} needs {missing[0]}, as in {example}")
         try:
             return entry.cls(**entry.preset, **values)
@@ -266,15 +272,19 @@ class _Reader:
         while True:
             start = self.at
             key = self.word(f"an option of {name}")
-            if key not in entry.options:
-                if values and any(key in e.options or key in _REGISTRY for e in outer):
-                    self.at = start - 1  # give the comma back
-                    return
+            bare = next((o for o in entry.options.values() if o.example), None)
+            if bare is not None and not values and not self.text.startswith("=", self.at):
+                values[bare.name] = bare.read(key, name)
+            elif key in entry.options:
+                self.option(name, entry.options[key], values)
+            elif values and any(key in e.options or key in _REGISTRY for e in outer):
+                self.at = start - 1  # give the comma back
+                return
+            else:
                 known = set(entry.options)
                 if values:  # then it may be meant for an enclosing spec
                     known.update(*(e.options for e in outer))
                 raise self.error(f"{name} has no option {key!r}{nearest(key, known)}")
-            self.option(name, entry.options[key], values)
             if not self.take(","):
                 return
 

@@ -1,7 +1,7 @@
 """The codec contract: a tensor to payload bytes and back, without state.
 
-Subclasses code equal-length float or raw rows; this class does rows, lengths, dtypes, shapes,
-checks and output buffers once for all of them.
+Subclasses code equal-length float or raw rows, or all rows at once; this class does rows, lengths,
+dtypes, shapes, checks and output buffers once for all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,24 +30,84 @@ class Codec(Named):
     gives their number. Each row is coded on its own, so a row's bytes never depend on its
     neighbours; the payload is the rows' bytes, one after the other. Of a row only the first
     ``lengths[i]`` values (flattened) are coded; the rest decode to zero.
+
+    A subclass defines ``row_nbytes`` and either ``_encode_rows`` and ``_decode_rows``, or, to code
+    rows of several lengths in one go, ``_encode_all`` and ``_decode_all``.
     """
+
+    #: What a payload of a possible size that cannot be decoded holds, for the error.
+    _invalid: ClassVar[str] = "an invalid scale or offset"
 
     @property
     def stochastic(self) -> bool:
         """Whether encoding draws on the seed."""
         return False
 
+    @property
+    def fixed_size(self) -> bool:
+        """Whether the size of a row's bytes depends on its length and dtype alone."""
+        return True
+
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """Bytes of one encoded row of ``n`` values of ``dtype``."""
+        """Bytes of one encoded row of ``n`` values of ``dtype``; the most, if not fixed_size.
 
-    @abstractmethod
+        Never less than that of a shorter row.
+        """
+
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         """``x`` [rows, n] contiguous into ``out`` [rows, row_nbytes] uint8; False: not codable."""
+        raise NotImplementedError(f"{type(self).__name__} has no _encode_rows")
 
-    @abstractmethod
     def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
         """``payload`` [rows, row_nbytes] uint8 to [rows, n]; None if its parameters are invalid."""
+        raise NotImplementedError(f"{type(self).__name__} has no _decode_rows")
+
+    def _encode_all(
+        self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
+    ) -> int | None:
+        """The first ``sizes[i]`` (None: all) values of each row of ``x2`` into ``out``.
+
+        ``x2`` [rows, n] has any strides; ``out`` is 1-D uint8 of the most bytes that this can take.
+        Returns the bytes written, or None if a value cannot be coded; -1 - (row * n + index) where
+        it is known which.
+        """
+        count, n = x2.shape
+        for index, size, where in self._runs(count, n, sizes, x2.dtype):
+            part = x2[index] if size == n else x2[index, :size]
+            width = self.row_nbytes(size, x2.dtype)
+            if isinstance(where, slice):
+                rows_out = out[where].view(count, width)
+            else:
+                rows_out = out.new_empty((part.shape[0], width))
+            # row-major even where a dimension of size 1 hides a stride from contiguous()
+            part = part.reshape(-1).contiguous().view(part.shape[0], size)
+            if not self._encode_rows(part, seeds[index], rows_out):
+                return None
+            if isinstance(where, Tensor):
+                out[where] = rows_out.flatten()
+        return out.numel()
+
+    def _decode_all(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
+        """The reverse, into ``y2`` [rows, n] with contiguous rows; zeros beyond each row's size.
+
+        ``payload`` is 1-D uint8 of exactly (if not fixed_size: at most) the bytes that the rows
+        take. Returns False, with ``y2`` undefined, if it cannot be decoded.
+        """
+        count, n = y2.shape
+        for index, size, where in self._runs(count, n, sizes, y2.dtype):
+            if size == 0:
+                y2[index] = 0
+                continue
+            present = count if isinstance(index, slice) else index.shape[0]
+            found = payload[where].view(present, self.row_nbytes(size, y2.dtype))
+            values = self._decode_rows(found, size, y2.dtype)
+            if values is None:
+                return False
+            y2[index, :size] = saturated(values, y2.dtype)
+            if size < n:
+                y2[index, size:] = 0
+        return True
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError if tensors of ``dtype`` cannot be coded."""
@@ -86,20 +147,10 @@ class Codec(Named):
                 f"{out.dtype} of shape {tuple(out.shape)}"
             )
         seeds = _seeds(seed, count, x.device)
-        for index, size, where in self._runs(count, n, sizes, x.dtype):
-            part = x2[index] if size == n else x2[index, :size]
-            width = self.row_nbytes(size, x.dtype)
-            if isinstance(where, slice):
-                rows_out = out[where].view(count, width)
-            else:
-                rows_out = out.new_empty((part.shape[0], width))
-            # row-major even where a dimension of size 1 hides a stride from contiguous()
-            part = part.reshape(-1).contiguous().view(part.shape[0], size)
-            if not self._encode_rows(part, seeds[index], rows_out):
-                raise unfit_value(x, self, lengths, count)
-            if isinstance(where, Tensor):
-                out[where] = rows_out.flatten()
-        return out[:total]
+        written = self._encode_all(x2, sizes, seeds, out[:total])
+        if written is None or written < 0:
+            raise unfit_value(x, self, lengths, count, written)
+        return out[:written]
 
     def decode(
         self,
@@ -119,10 +170,13 @@ class Codec(Named):
         count, n = _layout(shape, rows)
         sizes = _sizes(lengths, count, n)
         total = self._payload_nbytes(count, n, sizes, dtype)
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != total:
+        size = payload.numel()
+        fits = size == total if self.fixed_size else size <= total
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or not fits:
+            most = total if self.fixed_size else f"at most {total}"
             raise ValueError(
-                f"codec {self}: a tensor of shape {tuple(shape)} takes {total} payload bytes, "
-                f"found {payload.numel()} of {payload.dtype}"
+                f"codec {self}: a tensor of shape {tuple(shape)} takes {most} payload bytes, "
+                f"found {size} of {payload.dtype}"
             )
         if out is None:
             out = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
@@ -133,18 +187,8 @@ class Codec(Named):
             )
         y = out if out.is_contiguous() else out.new_empty(out.shape)
         y2 = y.view(count, n)
-        for index, size, where in self._runs(count, n, sizes, dtype):
-            if size == 0:
-                y2[index] = 0
-                continue
-            present = count if isinstance(index, slice) else index.shape[0]
-            found = payload[where].view(present, self.row_nbytes(size, dtype))
-            values = self._decode_rows(found, size, dtype)
-            if values is None:
-                raise ValueError(f"codec {self}: the payload holds an invalid scale or offset")
-            y2[index, :size] = _saturated(values, dtype)
-            if size < n:
-                y2[index, size:] = 0
+        if not self._decode_all(payload, y2, sizes):
+            raise ValueError(f"codec {self}: the payload holds {self._invalid}")
         if y is not out:
             out.copy_(y)
         return out
@@ -176,21 +220,29 @@ class Codec(Named):
             yield torch.tensor(index, dtype=torch.int64), size, where
 
 
-def unfit_value(x: Tensor, codec: object, lengths: Lengths | None, rows: int) -> NonFiniteError:
-    """The error for the first value of ``x`` that is not finite, or that ``codec`` cannot hold.
+def unfit_value(
+    x: Tensor, codec: object, lengths: Lengths | None, rows: int, written: int | None = None
+) -> NonFiniteError:
+    """The error for a value of ``x`` that is not finite, or that ``codec`` cannot hold.
 
-    Values beyond each row's length do not count.
+    ``written`` is what ``_encode_all`` returned. Where it does not say which value, the first that
+    is not finite is meant, or else the greatest. Values beyond each row's length do not count.
     """
+    values = x.detach().reshape(-1)
+    flat = _first_unfit(x, lengths, rows) if written is None else -1 - written
+    found = float(values[flat])
+    what = f"{found}" if not math.isfinite(found) else f"{found}, which {codec} cannot hold,"
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
+    return NonFiniteError(f"{what} at index {index} of a tensor of shape {tuple(x.shape)}")
+
+
+def _first_unfit(x: Tensor, lengths: Lengths | None, rows: int) -> int:
     valid = x.detach().reshape(rows, -1)
     valid = valid.to(torch.float64, copy=True)  # isfinite knows no 8-bit floats
     for row, size in enumerate(_sizes(lengths, *valid.shape) or ()):
         valid[row, size:] = 0
     bad = torch.nonzero(~torch.isfinite(valid.flatten()))
-    flat = int(bad[0]) if len(bad) else int(valid.flatten().abs().argmax())
-    found = float(valid.flatten()[flat])
-    what = f"{found}" if len(bad) else f"{found}, which {codec} cannot hold,"
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape))
-    return NonFiniteError(f"{what} at index {index} of a tensor of shape {tuple(x.shape)}")
+    return int(bad[0]) if len(bad) else int(valid.flatten().abs().argmax())
 
 
 def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
@@ -236,7 +288,7 @@ def _cumulative(widths: list[int]) -> list[int]:
     return sums
 
 
-def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     """``values`` as ``dtype``, clamped to its range: a grid may end just above the greatest value
     that it holds, and 65504 must not come back as an infinity."""
     if values.dtype == dtype or dtype.itemsize >= 4:

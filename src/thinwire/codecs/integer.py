@@ -103,6 +103,20 @@ class Integer(Codec):
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         return native.row_nbytes(n, self.format)
 
+    def _encode_all(
+        self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
+    ) -> int | None:
+        x = x2.to(torch.float32) if x2.dtype == torch.float64 else x2
+        if not (native.usable(x) and out.is_contiguous()):
+            return super()._encode_all(x2, sizes, seeds, out)
+        place = native.encode(x, sizes, self.format, seeds, out)
+        return out.numel() if place < 0 else -1 - place
+
+    def _decode_all(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
+        if not native.usable(y2):
+            return super()._decode_all(payload, y2, sizes)
+        return native.decode(payload.contiguous(), sizes, self.format, y2)
+
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         return native.encode_rows(x.to(torch.float32), self.format, seeds, out)
 

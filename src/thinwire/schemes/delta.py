@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, codec
 from thinwire.codecs.base import unfit_value
-from thinwire.errors import FrameError, NonFiniteError
+from thinwire.errors import FrameError, NonFiniteError, SpecError
 from thinwire.frame import Kind, Section
 from thinwire.schemes.base import Receiver, Scheme, Sender, Visit, expect_sections
 from thinwire.schemes.value import Value
@@ -48,6 +48,14 @@ class Delta(Scheme):
 
     change: Codec
     first: Codec = FIRST_VISIT
+
+    def __post_init__(self) -> None:
+        for name, coder in (("change", self.change), ("first", self.first)):
+            if not coder.fixed_size:
+                raise SpecError(
+                    f"delta takes codecs of fixed size, which {name}={coder} is not: use another, "
+                    "or send plain values"
+                )
 
     @property
     def stochastic(self) -> bool:
