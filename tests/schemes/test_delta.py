@@ -210,7 +210,7 @@ def test_other_sample_ids_at_the_other_end_are_an_error():
         ({"kind": Kind.ABSENT}, "does not fit"),
         ({"shape": (3, WIDTH)}, "2 rows were expected"),
         ({"rows": [0]}, "do not cover each of the 2 rows once"),
-        ({"payload": torch.zeros(3, dtype=torch.uint8)}, "3 bytes"),
+        ({"payload": torch.zeros(3, dtype=torch.uint8)}, "108 payload bytes, found 3"),
         ({"versions": None}, "version"),
         ({"versions": [7, 7]}, "version 7"),
         ({"keys": 1}, "different sample ids"),

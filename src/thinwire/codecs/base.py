@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import NonFiniteError
+from thinwire.native import delta_reference
 from thinwire.spec import Named
 
 Lengths = Sequence[int] | Tensor
@@ -137,17 +138,10 @@ class Codec(Named):
         self.check_dtype(x.dtype)
         count, n = _layout(x.shape, rows)
         x2 = x.detach().reshape(count, n)
-        sizes = _sizes(lengths, count, n)
-        total = self._payload_nbytes(count, n, sizes, x.dtype)
-        if out is None:
-            out = torch.empty(total, dtype=torch.uint8, device=x.device)
-        elif out.dtype != torch.uint8 or out.dim() != 1 or out.numel() < total:
-            raise ValueError(
-                f"out must be 1-D uint8 with at least {total} bytes, not "
-                f"{out.dtype} of shape {tuple(out.shape)}"
-            )
-        seeds = _seeds(seed, count, x.device)
-        written = self._encode_all(x2, sizes, seeds, out[:total])
+        sizes = row_sizes(lengths, count, n)
+        out = self._room(x2, sizes, out)
+        seeds = row_seeds(seed, count, x.device)
+        written = self._encode_all(x2, sizes, seeds, out)
         if written is None or written < 0:
             raise unfit_value(x, self, lengths, count, written)
         return out[:written]
@@ -168,16 +162,8 @@ class Codec(Named):
         """
         self.check_dtype(dtype)
         count, n = _layout(shape, rows)
-        sizes = _sizes(lengths, count, n)
-        total = self._payload_nbytes(count, n, sizes, dtype)
-        size = payload.numel()
-        fits = size == total if self.fixed_size else size <= total
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or not fits:
-            most = total if self.fixed_size else f"at most {total}"
-            raise ValueError(
-                f"codec {self}: a tensor of shape {tuple(shape)} takes {most} payload bytes, "
-                f"found {size} of {payload.dtype}"
-            )
+        sizes = row_sizes(lengths, count, n)
+        self._check_payload(payload, shape, self._payload_nbytes(count, n, sizes, dtype))
         if out is None:
             out = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
         elif out.shape != tuple(shape) or out.dtype != dtype:
@@ -192,6 +178,86 @@ class Codec(Named):
         if y is not out:
             out.copy_(y)
         return out
+
+    def encode_change(
+        self,
+        x: Tensor,
+        lengths: Lengths | None,
+        seed: int | Tensor,
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The AQ-SGD step: the change of ``x`` [rows, n] from references, which move.
+
+        ``before`` and ``after`` hold a float32 reference a row, of its length; ``after`` gets what
+        a receiver will hold, before + decode(payload). Returns the payload, and the energies of
+        each row's change and value, [rows, 2] float32. Raises NonFiniteError, with ``after``
+        undefined, if a change cannot be coded.
+        """
+        rows, n = x.shape
+        values = x.detach().to(torch.float32)
+        m = _padded(before, n)
+        change = values - m
+        if lengths is not None:
+            for row, size in enumerate(row_sizes(lengths, rows, n) or ()):
+                change[row, size:] = 0
+                values = values.clone() if values is x else values
+                values[row, size:] = 0
+        payload = self.encode(change, rows, lengths, seed, out)
+        y = m + self.decode(payload, change.shape, torch.float32, rows, lengths)
+        for row, target in zip(y, after, strict=True):
+            target.copy_(row[: target.numel()])
+            if not bool(torch.isfinite(target).all()):
+                raise NonFiniteError("a reference would exceed float32")
+        energies = torch.stack([delta_reference.energies(change), delta_reference.energies(values)])
+        return payload, energies.T
+
+    def decode_change(
+        self,
+        payload: Tensor,
+        lengths: Lengths | None,
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        y: Tensor,
+    ) -> None:
+        """The receiver's half: moves references by ``payload``, and sets ``y`` [rows, n] to them.
+
+        ``y`` has contiguous rows and any float dtype; beyond each row's length it becomes zero.
+        Raises ValueError, with ``after`` and ``y`` undefined, if the payload does not fit.
+        """
+        rows, n = y.shape
+        m = _padded(before, n)
+        total = m + self.decode(payload, (rows, n), torch.float32, rows, lengths)
+        for row, target in zip(total, after, strict=True):
+            target.copy_(row[: target.numel()])
+        if not bool(torch.isfinite(total).all()):
+            raise ValueError(f"codec {self}: the payload takes a reference beyond float32")
+        y.copy_(saturated(total, y.dtype))
+
+    def _room(self, x2: Tensor, sizes: list[int] | None, out: Tensor | None) -> Tensor:
+        """Bytes for the payload of ``x2`` [rows, n]: those of ``out``, if given."""
+        count, n = x2.shape
+        total = self._payload_nbytes(count, n, sizes, x2.dtype)
+        if out is None:
+            return torch.empty(total, dtype=torch.uint8, device=x2.device)
+        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() < total:
+            raise ValueError(
+                f"out must be 1-D uint8 with at least {total} bytes, not "
+                f"{out.dtype} of shape {tuple(out.shape)}"
+            )
+        return out[:total]
+
+    def _check_payload(self, payload: Tensor, shape: Sequence[int], total: int) -> None:
+        """Raise ValueError unless ``payload`` has ``total`` bytes, or fewer if they vary."""
+        size = payload.numel()
+        fits = size == total if self.fixed_size else size <= total
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or not fits:
+            most = "" if self.fixed_size else "at most "
+            raise ValueError(
+                f"codec {self}: a tensor of shape {tuple(shape)} takes {most}{total} payload "
+                f"bytes, found {size} of {payload.dtype}"
+            )
 
     def _payload_nbytes(
         self, count: int, n: int, sizes: list[int] | None, dtype: torch.dtype
@@ -239,10 +305,20 @@ def unfit_value(
 def _first_unfit(x: Tensor, lengths: Lengths | None, rows: int) -> int:
     valid = x.detach().reshape(rows, -1)
     valid = valid.to(torch.float64, copy=True)  # isfinite knows no 8-bit floats
-    for row, size in enumerate(_sizes(lengths, *valid.shape) or ()):
+    for row, size in enumerate(row_sizes(lengths, *valid.shape) or ()):
         valid[row, size:] = 0
     bad = torch.nonzero(~torch.isfinite(valid.flatten()))
     return int(bad[0]) if len(bad) else int(valid.flatten().abs().argmax())
+
+
+def _padded(references: Sequence[Tensor], n: int) -> Tensor:
+    """References as [rows, n] float32, zeros beyond each one's length."""
+    if all(row.numel() == n for row in references):
+        return torch.stack(list(references))
+    m = references[0].new_zeros((len(references), n))
+    for target, row in zip(m, references, strict=True):
+        target[: row.numel()] = row
+    return m
 
 
 def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
@@ -258,7 +334,8 @@ def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
     return rows, (numel // rows if rows else 0)
 
 
-def _sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
+def row_sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
+    """``lengths`` checked, as a list; None where every row is whole."""
     if lengths is None:
         return None
     raw = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
@@ -268,10 +345,11 @@ def _sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
     for row, size in enumerate(sizes):
         if not 0 <= size <= n:
             raise ValueError(f"length {size} of row {row} is not within 0 … {n}")
-    return sizes if sizes else None
+    return sizes if any(size != n for size in sizes) else None
 
 
-def _seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
+def row_seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
+    """A seed a row, int64."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.shape != (count,):
             raise ValueError(f"seed must be an int or an int64 tensor of {count} values, one a row")

@@ -12,13 +12,14 @@ most 64 (0.64), not in the symmetric one (1.04) nor at 1 bit (2.1).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import native
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, Lengths, row_seeds, row_sizes, unfit_value
 from thinwire.errors import SpecError
 from thinwire.spec import register
 
@@ -116,6 +117,57 @@ class Integer(Codec):
         if not native.usable(y2):
             return super()._decode_all(payload, y2, sizes)
         return native.decode(payload.contiguous(), sizes, self.format, y2)
+
+    def encode_change(
+        self,
+        x: Tensor,
+        lengths: Lengths | None,
+        seed: int | Tensor,
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if not (self.fixed_size and native.usable(x)):
+            return super().encode_change(x, lengths, seed, before, after, out)
+        rows, n = x.shape
+        sizes = row_sizes(lengths, rows, n)
+        payload = self._room(x, sizes, out)
+        energies = torch.empty((rows, 2), dtype=torch.float32)
+        place = native.delta_encode(
+            x.detach(),
+            sizes,
+            self.format,
+            row_seeds(seed, rows, x.device),
+            payload,
+            before,
+            after,
+            torch.float32,
+            energies,
+        )
+        if place >= 0:
+            raise unfit_value(x, self, lengths, rows, -1 - place)
+        return payload, energies
+
+    def decode_change(
+        self,
+        payload: Tensor,
+        lengths: Lengths | None,
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        y: Tensor,
+    ) -> None:
+        wide = y.dtype in (torch.float32, torch.bfloat16)
+        if not (self.fixed_size and wide and native.usable(y)):
+            super().decode_change(payload, lengths, before, after, y)
+            return
+        rows, n = y.shape
+        sizes = row_sizes(lengths, rows, n)
+        self._check_payload(payload, y.shape, self._payload_nbytes(rows, n, sizes, y.dtype))
+        kept = torch.float32
+        if not native.delta_decode(
+            payload.contiguous(), (rows, n), sizes, self.format, before, after, kept, y
+        ):
+            raise ValueError(f"codec {self}: the payload holds {self._invalid}")
 
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         return native.encode_rows(x.to(torch.float32), self.format, seeds, out)

@@ -26,8 +26,8 @@ import xxhash
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
-from thinwire.codecs.base import unfit_value
-from thinwire.errors import FrameError, NonFiniteError, SpecError
+from thinwire.codecs.base import saturated, unfit_value
+from thinwire.errors import FrameError, NonFiniteError
 from thinwire.frame import Kind, Section
 from thinwire.schemes.base import Receiver, Scheme, Sender, Visit, expect_sections
 from thinwire.schemes.value import Value
@@ -48,14 +48,6 @@ class Delta(Scheme):
 
     change: Codec
     first: Codec = FIRST_VISIT
-
-    def __post_init__(self) -> None:
-        for name, coder in (("change", self.change), ("first", self.first)):
-            if not coder.fixed_size:
-                raise SpecError(
-                    f"delta takes codecs of fixed size, which {name}={coder} is not: use another, "
-                    "or send plain values"
-                )
 
     @property
     def stochastic(self) -> bool:
@@ -83,12 +75,17 @@ _KINDS = {Mode.FIRST: Kind.FIRST, Mode.AGAIN: Kind.CHANGE, Mode.REPEAT: Kind.VAL
 
 
 class _DeltaEnd:
-    """What both ends share: the references, the step's plan, and how a section moves them."""
+    """What both ends share: the references, the step's plan, and how they move.
+
+    New references are made beside the old ones, and put in their place once the whole tensor is
+    coded: an error leaves no trace, and what was replaced is room for the next.
+    """
 
     def __init__(self, scheme: Delta) -> None:
         self.scheme = scheme
         self.store = MemoryStore()
         self._plan: list[list[Mode]] = []
+        self._spare: dict[int, list[Tensor]] = {}  # by length
 
     def begin_step(self, visits: Sequence[Visit]) -> None:
         self._plan = plan_step(self.store.lengths, [(_keys(v), v.lengths) for v in visits])
@@ -105,13 +102,18 @@ class _DeltaEnd:
                 kinds[row] = Kind.FIRST
         return kinds
 
-    def apply(self, kind: Kind, keys: list[int], decoded: Tensor) -> Tensor:
-        """Move the references by ``decoded`` [keys, n]; returns what the receiver computes on."""
-        if kind == Kind.CHANGE:
-            decoded = self.store.read(keys) + decoded
-        if kind != Kind.VALUE:
-            self.store.write(keys, decoded)
-        return decoded
+    def room(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """A tensor like each of ``before``, for what it will become."""
+        spare = self._spare
+        return [
+            held.pop() if (held := spare.get(row.numel())) else torch.empty_like(row)
+            for row in before
+        ]
+
+    def put(self, keys: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """The references of ``keys`` are ``rows`` from now on."""
+        for old in self.store.put(keys, rows):
+            self._spare.setdefault(old.numel(), []).append(old)
 
     def digest(self) -> int:
         return self.store.digest()
@@ -126,50 +128,75 @@ class _DeltaEnd:
 class _DeltaSender(_DeltaEnd, Sender):
     def encode(self, x: Tensor, microbatch: int, visit: Visit) -> list[Section]:
         keys = _keys(visit)
-        values = x.detach().to(torch.float32).reshape(len(keys), -1)
+        values = x.detach().reshape(len(keys), -1)
         kinds = self.kinds(microbatch, visit)
-        changes: dict[int, Tensor] = {}  # by length; rows in order
-        for n, rows in _by_length(kinds, visit.lengths, Kind.CHANGE):
-            value = values[rows, :n]
-            change = value - self.store.read([keys[r] for r in rows])
-            larger = _energy(change) > _energy(value)
-            if bool(larger.any()):
-                for k in torch.nonzero(larger).flatten().tolist():
-                    kinds[rows[k]] = Kind.RESEED
-                change = change[~larger]
-            changes[n] = change
-        # encode everything before moving any reference: a value that is not finite leaves no trace
-        prepared = []
-        for kind in sorted(set(kinds)):
-            coder, parts = self.scheme.codec_of(kind), []
-            for n, rows in _by_length(kinds, visit.lengths, kind):
-                what = changes[n] if kind == Kind.CHANGE else values[rows, :n]
-                try:
-                    payload = coder.encode(what, len(rows), seed=visit.seeds[rows])
-                except NonFiniteError:
-                    raise unfit_value(x, coder, visit.valid, len(keys)) from None
-                parts.append((n, rows, payload))
-            prepared.append((kind, coder, parts))
-        sections = []
-        for kind, coder, parts in prepared:
-            members = [r for r, k in enumerate(kinds) if k == kind]
-            there = [keys[r] for r in members]
-            sections.append(
-                Section(
-                    kind,
-                    str(coder),
-                    x.dtype,
-                    tuple(x.shape),
-                    parts[0][2] if len(parts) == 1 else torch.cat([p for *_, p in parts]),
-                    rows=None if len(members) == len(keys) else members,
-                    versions=None if kind == Kind.VALUE else self.store.versions(there),
-                    keys=keys_digest(there),
-                )
-            )
-            for n, rows, payload in parts:
-                decoded = coder.decode(payload, (len(rows), n), torch.float32, len(rows))
-                self.apply(kind, [keys[r] for r in rows], decoded)
+        sections, moves = [], []
+        try:
+            for kind in sorted(set(kinds)):
+                if kind == Kind.CHANGE:
+                    coded = self._changes(values, kinds, visit)
+                else:
+                    rows = [r for r, k in enumerate(kinds) if k == kind]
+                    coded = [(kind, rows, *self._values(values, rows, kind, visit))]
+                for kind, rows, payload, references in coded:
+                    there = [keys[r] for r in rows]
+                    moves.append((there, references))
+                    sections.append(self._section(kind, rows, there, x, payload))
+        except NonFiniteError:
+            coder = self.scheme.codec_of(kind)
+            raise unfit_value(x, coder, visit.valid, len(keys)) from None
+        for there, references in moves:
+            if references is not None:
+                self.put(there, references)
         return sections
+
+    def _section(
+        self, kind: Kind, rows: list[int], keys: list[int], x: Tensor, payload: Tensor
+    ) -> Section:
+        return Section(
+            kind,
+            str(self.scheme.codec_of(kind)),
+            x.dtype,
+            tuple(x.shape),
+            payload,
+            rows=None if len(rows) == x.shape[0] else rows,
+            versions=None if kind == Kind.VALUE else self.store.versions(keys),
+            keys=keys_digest(keys),
+        )
+
+    def _changes(self, values: Tensor, kinds: list[Kind], visit: Visit) -> list[_Coded]:
+        """The rows that change, as changes, or as values where those have less energy."""
+        rows = [r for r, k in enumerate(kinds) if k == Kind.CHANGE]
+        before = self.store.rows([_keys(visit)[r] for r in rows])
+        after = self.room(before)
+        payload, energies = self.scheme.change.encode_change(
+            _some(values, rows), _lengths(visit, rows), _seeds(visit, rows), before, after
+        )
+        change, value = energies.unbind(1)
+        larger = (change > value).tolist()
+        if not any(larger):
+            return [(Kind.CHANGE, rows, payload, after)]
+        reseeded = [r for r, more in zip(rows, larger, strict=True) if more]
+        for row in reseeded:
+            kinds[row] = Kind.RESEED
+        coded = self._values(values, reseeded, Kind.RESEED, visit)
+        rest = self._changes(values, kinds, visit) if len(reseeded) < len(rows) else []
+        return [*rest, (Kind.RESEED, reseeded, *coded)]
+
+    def _values(
+        self, values: Tensor, rows: list[int], kind: Kind, visit: Visit
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """The payload of ``rows`` as values, and the references that they become."""
+        coder, lengths = self.scheme.codec_of(kind), _lengths(visit, rows)
+        part = _some(values, rows)
+        payload = coder.encode(part, len(rows), lengths, _seeds(visit, rows))
+        if kind == Kind.VALUE:
+            return payload, None
+        y = coder.decode(payload, part.shape, torch.float32, len(rows), lengths)
+        return payload, _references(y, lengths)
+
+
+_Coded = tuple[Kind, list[int], Tensor, list[Tensor] | None]
 
 
 class _DeltaReceiver(_DeltaEnd, Receiver):
@@ -178,18 +205,41 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         allowed = (Kind.FIRST, Kind.CHANGE, Kind.RESEED, Kind.VALUE)
         shape = expect_sections(sections, allowed, len(keys), "a delta-coded tensor")
         self._check(sections, self.kinds(microbatch, visit), keys)
-        decoded = []
+        head = sections[0]
+        result = torch.empty(shape, dtype=head.dtype, device=head.payload.device)
+        result = result.view(len(keys), _width(shape))
+        moves = []
         for section in sections:
-            coder = self.scheme.codec_of(section.kind)
-            for n, rows, payload in _split(section, coder, visit):
-                y = coder.decode(payload, (len(rows), n), torch.float32, len(rows))
-                decoded.append((section.kind, n, rows, y))
-        result = torch.zeros(
-            (len(keys), _width(shape)), dtype=torch.float32, device=sections[0].payload.device
-        )
-        for kind, n, rows, y in decoded:
-            result[rows, :n] = self.apply(kind, [keys[r] for r in rows], y)
-        return result.view(shape).to(sections[0].dtype)
+            rows = list(range(len(keys))) if section.rows is None else section.rows
+            there = [keys[r] for r in rows]
+            y = result if section.rows is None else result.new_empty((len(rows), result.shape[1]))
+            try:
+                moves.append((there, self._decode(section, there, _lengths(visit, rows), y)))
+            except ValueError as error:
+                raise FrameError(f"a {section.kind.name} section: {error}") from None
+            if section.rows is not None:
+                result[rows] = y
+        for there, references in moves:
+            if references is not None:
+                self.put(there, references)
+        return result.view(shape)
+
+    def _decode(
+        self, section: Section, keys: list[int], lengths: list[int] | None, y: Tensor
+    ) -> list[Tensor] | None:
+        """The values of ``section`` into ``y`` [keys, n]; returns the references they leave."""
+        coder, count = self.scheme.codec_of(section.kind), len(keys)
+        if section.kind == Kind.CHANGE:
+            before = self.store.rows(keys)
+            after = self.room(before)
+            coder.decode_change(section.payload, lengths, before, after, y)
+            return after
+        if section.kind == Kind.VALUE:
+            coder.decode(section.payload, y.shape, y.dtype, count, lengths, out=y)
+            return None
+        value = coder.decode(section.payload, y.shape, torch.float32, count, lengths)
+        y.copy_(saturated(value, y.dtype))
+        return _references(value, lengths)
 
     def _check(self, sections: list[Section], planned: list[Kind], keys: list[int]) -> None:
         """Refuse sections coded against another state, before anything is touched."""
@@ -226,36 +276,24 @@ def _keys(visit: Visit) -> list[int]:
     return list(visit.keys)
 
 
-def _by_length(
-    kinds: Sequence[Kind | None], lengths: Sequence[int], kind: Kind
-) -> list[tuple[int, list[int]]]:
-    """(values, rows) for the rows of ``kind``, by length."""
-    groups: dict[int, list[int]] = {}
-    for row, (n, k) in enumerate(zip(lengths, kinds, strict=True)):
-        if k == kind:
-            groups.setdefault(n, []).append(row)
-    return sorted(groups.items())
+def _some(values: Tensor, rows: list[int]) -> Tensor:
+    """``rows`` of ``values``: itself where they are all."""
+    return values if len(rows) == values.shape[0] else values[rows]
 
 
-def _split(section: Section, coder: Codec, visit: Visit) -> list[tuple[int, list[int], Tensor]]:
-    """(values, rows, payload) by length, in the order in which the sender wrote them."""
-    count = len(visit.lengths)
-    chosen = set(range(count) if section.rows is None else section.rows)
-    kinds = [section.kind if r in chosen else None for r in range(count)]
-    parts, at = [], 0
-    for n, rows in _by_length(kinds, visit.lengths, section.kind):
-        end = at + len(rows) * coder.row_nbytes(n, torch.float32)
-        parts.append((n, rows, section.payload[at:end]))
-        at = end
-    if at != section.payload.numel():
-        raise FrameError(
-            f"a {section.kind.name} section of {section.payload.numel()} bytes, {at} expected"
-        )
-    return parts
+def _lengths(visit: Visit, rows: list[int]) -> list[int] | None:
+    return [visit.lengths[r] for r in rows] if visit.padded else None
 
 
-def _energy(x: Tensor) -> Tensor:
-    return (x * x).sum(1)
+def _seeds(visit: Visit, rows: list[int]) -> Tensor:
+    return visit.seeds if len(rows) == len(visit.lengths) else visit.seeds[rows]
+
+
+def _references(y: Tensor, lengths: list[int] | None) -> list[Tensor]:
+    """The rows of ``y`` [rows, n] float32, each of its length, to be kept."""
+    if lengths is None:
+        return list(y.unbind())
+    return [row[:size].clone() for row, size in zip(y, lengths, strict=True)]
 
 
 def _width(shape: tuple[int, ...]) -> int:

@@ -35,20 +35,32 @@ class MemoryStore:
         """Visits of each key so far; 0 for one never seen."""
         return [self._versions.get(key, 0) for key in keys]
 
+    def rows(self, keys: Sequence[int]) -> list[Tensor]:
+        """The references of ``keys`` themselves: not to be changed, and good until replaced."""
+        return [self._rows[key] for key in keys]
+
     def read(self, keys: Sequence[int]) -> Tensor:
         """A copy of the references of ``keys`` (of one length), [keys, length]."""
-        return torch.stack([self._rows[key] for key in keys])
+        return torch.stack(self.rows(keys))
+
+    def put(self, keys: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Make ``rows``, which the store takes over, the references of ``keys``; versions advance.
+
+        Returns the tensors that they replace, now the caller's.
+        """
+        displaced = []
+        for key, row in zip(keys, rows, strict=True):
+            held = self._rows.get(key)
+            if held is not None:
+                displaced.append(held)
+            self._rows[key] = row
+            self._lengths[key] = row.numel()
+            self._versions[key] = self._versions.get(key, 0) + 1
+        return displaced
 
     def write(self, keys: Sequence[int], rows: Tensor) -> None:
         """Set the references of ``keys`` to copies of ``rows`` [keys, length]; versions advance."""
-        for key, row in zip(keys, rows, strict=True):
-            held = self._rows.get(key)
-            if held is not None and held.shape == row.shape:
-                held.copy_(row)
-            else:
-                self._rows[key] = row.clone()
-                self._lengths[key] = row.numel()
-            self._versions[key] = self._versions.get(key, 0) + 1
+        self.put(keys, [row.clone() for row in rows])
 
     def drop(self, keys: Sequence[int]) -> None:
         """Forget ``keys``: their next visit is a first one."""
