@@ -24,7 +24,7 @@ from thinwire.codecs.base import unfit_value
 from thinwire.counters import LinkCounters, Timers
 from thinwire.errors import FrameError, LinkError, NonFiniteError
 from thinwire.frame import Direction, Kind, Place, Section
-from thinwire.network import Handle, Transport, TransportError
+from thinwire.network import Handle, Message, Transport, TransportError
 from thinwire.schemes import Receiver, Scheme, Sender, Value, Visit
 
 _RAW = codec("raw")
@@ -61,10 +61,12 @@ class _Link:
         self.plan = StepPlan(0, False, ())
         self.states: Mapping[int, Sender | Receiver] = {}
         self._visits: dict[tuple[int, int, tuple[int, ...]], Visit] = {}
+        self._most: dict[tuple[Any, ...], int] = {}
         self.what = "activation" if place.direction == Direction.FORWARD else "gradient"
 
     def place_of(self, microbatch: int) -> Place:
-        return dataclasses.replace(self.place, step=self.plan.step, microbatch=microbatch)
+        p = self.place
+        return Place(p.run, self.plan.step, microbatch, p.edge, p.direction)
 
     def travels(self, boundary: Boundary) -> bool:
         """Gradients exist only of tensors that ask for one."""
@@ -111,6 +113,34 @@ class _Link:
             return self.scheme
         return self.scheme.stateless() if self.plan.codec else Value(_RAW)
 
+    def max_bytes(self, microbatch: int) -> int:
+        """The most bytes of a micro-batch's message."""
+        plan = self.plan
+        rows = plan.microbatches[microbatch].rows
+        known = (rows, plan.seq_len, plan.train, plan.codec)
+        if known not in self._most:
+            self._most[known] = self._max_bytes(rows)
+        return self._most[known]
+
+    def _max_bytes(self, rows: int) -> int:
+        scheme = self.active_scheme()
+        total = self.head_bytes(rows) + frame.CHECKSUM_BYTES
+        for boundary in self.boundaries:
+            if not self.travels(boundary):
+                continue
+            shape = boundary.shape_for(rows, self.plan.seq_len)
+            # the other end may use a wider dtype than this one
+            raw = math.prod(shape) * max(8, boundary.dtype.itemsize)
+            if boundary.coded and scheme != Value(_RAW):
+                raw = rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
+            total += raw
+        return max(total, _MIN_RECEIVE)
+
+    def head_bytes(self, rows: int) -> int:
+        """The most bytes before the payloads of a message."""
+        tensors = sum(map(self.travels, self.boundaries))
+        return frame.head_nbytes(tensors, rows)
+
     def error(self, microbatch: int, way: str, why: object) -> LinkError:
         return LinkError(
             f"{self.names.here}: no {self.what} of micro-batch {microbatch} in step "
@@ -147,38 +177,66 @@ class LinkSender(_Link):
     def send(self, microbatch: int, tensors: Sequence[Tensor | None]) -> None:
         """Encode and send one micro-batch's tensors; returns without waiting for the link."""
         start = time.perf_counter()
-        sections: list[Section] = []
-        values: list[int] = []
         if len(tensors) != len(self.boundaries):
             raise ValueError(
                 f"{self.names.here}: {len(tensors)} boundary tensors, "
                 f"{len(self.boundaries)} were declared in output_args"
             )
+        message, out, first = None, None, 0
+        if self.device.type == "cpu":
+            rows = self.plan.microbatches[microbatch].rows
+            message = self.transport.room(self.max_bytes(microbatch))
+            first = self.transport.headroom + self.head_bytes(rows)
+            out = message.buffer[first : -frame.CHECKSUM_BYTES]
+        sections: list[Section] = []
+        values: list[int] = []
         for boundary, tensor in zip(self.boundaries, tensors, strict=True):
             if self.travels(boundary):
-                found = self._encode(boundary, tensor, microbatch)
-                sections += found
-                values += [self._values(s, boundary, microbatch) for s in found]
-        place = self.place_of(microbatch)
-        message, ready = _to_host(sections, lambda: frame.build(place, sections))
-        total = frame.nbytes(sections)
-        self.counters.count(sections, total, values, self.plan.train)
-        try:
-            self.transport.send(self.peer, self.channel + microbatch, message, ready)
-        except TransportError as error:
-            raise self.error(microbatch, "to", error) from error
+                for section in self._encode(boundary, tensor, microbatch, out):
+                    sections.append(section)
+                    values.append(self._values(section, boundary, microbatch))
+                    out = None if out is None else out[section.payload.numel() :]
+        self._transmit(microbatch, sections, values, message, first)
         self._unsent.discard(microbatch)
         self.timers.encode_s += time.perf_counter() - start
 
-    def _encode(self, boundary: Boundary, x: Tensor | None, microbatch: int) -> list[Section]:
+    def _transmit(
+        self,
+        microbatch: int,
+        sections: list[Section],
+        values: list[int],
+        message: Message | None,
+        first: int,
+    ) -> None:
+        """Frame the sections, whose payloads lie in ``message`` from ``first`` on, and send it."""
+        place = self.place_of(microbatch)
+        ready: Any = None
+        handed: Any = message
+        if message is not None and _in_line(sections, message, first):
+            message.start = frame.seal(place, sections, message.view, first)
+            message.end = first + sum([s.payload.numel() for s in sections]) + frame.CHECKSUM_BYTES
+            total = message.end - message.start
+        else:
+            handed, ready = _to_host(sections, lambda: frame.build(place, sections))
+            total = frame.nbytes(sections)
+        self.counters.count(sections, total, values, self.plan.train)
+        try:
+            self.transport.send(self.peer, self.channel + microbatch, handed, ready)
+        except TransportError as error:
+            raise self.error(microbatch, "to", error) from error
+
+    def _encode(
+        self, boundary: Boundary, x: Tensor | None, microbatch: int, out: Tensor | None
+    ) -> list[Section]:
         if x is None:
             return [Section(Kind.ABSENT, tensor=boundary.index)]
         self._check_declared(boundary, x, microbatch)
         if not boundary.coded:
-            found = [Section(Kind.VALUE, "raw", x.dtype, tuple(x.shape), _RAW.encode(x))]
+            payload = _RAW.encode(x, out=out)
+            found = [Section(Kind.VALUE, "raw", x.dtype, tuple(x.shape), payload)]
         else:
             try:
-                found = self._encode_coded(boundary, x.detach(), microbatch)
+                found = self._encode_coded(boundary, x.detach(), microbatch, out)
             except NonFiniteError as error:
                 where = (
                     f"{self.names.here}: {self.what} of micro-batch {microbatch}, boundary tensor "
@@ -208,7 +266,9 @@ class LinkSender(_Link):
                 "declared in output_args and input_args"
             )
 
-    def _encode_coded(self, boundary: Boundary, x: Tensor, microbatch: int) -> list[Section]:
+    def _encode_coded(
+        self, boundary: Boundary, x: Tensor, microbatch: int, out: Tensor | None
+    ) -> list[Section]:
         visit = self.visit(boundary, microbatch, tuple(x.shape))
         scheme = self.active_scheme()
         if isinstance(scheme, Value) and scheme.codec == _RAW and self.plan.train:
@@ -216,7 +276,7 @@ class LinkSender(_Link):
             if not bool(torch.isfinite(valid).all()):
                 raise unfit_value(x, scheme, visit.valid, len(visit.lengths))
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
-        return state.encode(x, microbatch, visit)
+        return state.encode(x, microbatch, visit, out)
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
         """Tensor values that a section carries (padding left out)."""
@@ -258,31 +318,13 @@ class LinkReceiver(_Link):
     def post(self, until: int) -> None:
         """Announce the messages up to micro-batch ``until``."""
         while self._next <= min(until, len(self.plan.microbatches) - 1):
-            size = self._max_bytes(self._next)
+            size = self.max_bytes(self._next)
             try:
                 handle = self.transport.post_receive(self.peer, self.channel + self._next, size)
             except TransportError as error:
                 raise self.error(self._next, "from", error) from error
             self._handles[self._next] = handle
             self._next += 1
-
-    def _max_bytes(self, microbatch: int) -> int:
-        scheme = self.active_scheme()
-        rows = self.plan.microbatches[microbatch].rows
-        total = frame.MIN_BYTES
-        for boundary in self.boundaries:
-            shape = boundary.shape_for(rows, self.plan.seq_len)
-            if not self.travels(boundary):
-                continue
-            # up to four sections a tensor, each with a row mask; versions once a row
-            total += 4 * (frame.MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows
-            # the other end may use a wider dtype than this one
-            raw = math.prod(shape) * max(8, boundary.dtype.itemsize)
-            if boundary.coded:
-                coded = rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
-                raw = raw if scheme == Value(_RAW) else coded
-            total += raw
-        return max(total, _MIN_RECEIVE)
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         """One micro-batch's tensors, in order of the boundary; None for an absent gradient.
@@ -292,8 +334,9 @@ class LinkReceiver(_Link):
         """
         self.post(microbatch + self.window - 1)
         start = time.perf_counter()
+        handle = self._handles.pop(microbatch)
         try:
-            data = self.transport.wait(self._handles.pop(microbatch), self.deadline)
+            data = self.transport.wait(handle, self.deadline)
         except TransportError as error:
             raise self.error(microbatch, "from", error) from error
         arrived = time.perf_counter()
@@ -304,6 +347,7 @@ class LinkReceiver(_Link):
             tensors = self._decode_all(sections, microbatch)
         except (FrameError, ValueError) as error:
             raise self.error(microbatch, "from", error) from error
+        self.transport.release(handle)  # what was decoded holds no part of it
         self.timers.decode_s += time.perf_counter() - arrived
         return tensors
 
@@ -364,6 +408,17 @@ class EdgeEnd:
 def _valid(x: Tensor, visit: Visit) -> Tensor:
     """The values of ``x`` [rows, …] that travel, end to end."""
     return torch.cat([row.flatten()[:n] for row, n in zip(x, visit.lengths, strict=True)])
+
+
+def _in_line(sections: list[Section], message: Message, first: int) -> bool:
+    """Whether all payloads lie end to end in the message from ``first`` on."""
+    at = message.buffer.data_ptr() + first
+    for section in sections:
+        size = section.payload.numel()
+        if size and section.payload.data_ptr() != at:
+            return False
+        at += size
+    return True
 
 
 def _to_host(sections: list[Section], build: Callable[[], list[memoryview]]) -> tuple[Any, Any]:

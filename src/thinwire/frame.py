@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ VERSION = 1
 _HEADER = struct.Struct("<4sBBHQIIIQ")
 _SECTION = struct.Struct("<BBBBIQ")
 _CHECKSUM = struct.Struct("<Q")
-MIN_BYTES = _HEADER.size + _CHECKSUM.size
+CHECKSUM_BYTES = _CHECKSUM.size
+MIN_BYTES = _HEADER.size + CHECKSUM_BYTES
 _MAX_DIMS = 16
 _MAX_NAME = 255
 #: The most that one section adds to a frame besides its payload, row mask and versions.
@@ -81,6 +83,10 @@ class Kind(enum.IntEnum):
     ABORT = 7  # the sender gave up; the payload is the reason
 
 
+_DIRECTIONS = frozenset(int(direction) for direction in Direction)
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """The coordinates of a frame: it is refused anywhere else."""
@@ -123,25 +129,54 @@ def build(place: Place, sections: Sequence[Section]) -> list[memoryview]:
 
     Payloads must be contiguous 1-D uint8 tensors on the CPU.
     """
-    table = b"".join(_section_entry(s) for s in sections)
     payloads = [s.payload.numpy().data for s in sections if s.payload.numel()]
-    total = MIN_BYTES + len(table) + sum(p.nbytes for p in payloads)
-    header = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        int(place.direction),
-        len(sections),
-        place.run,
-        place.step,
-        place.microbatch,
-        place.edge,
-        total,
+    head = _head(place, sections)
+    checksum = xxhash.xxh3_64(head)
+    for payload in payloads:
+        checksum.update(payload)
+    return [memoryview(head), *payloads, memoryview(_CHECKSUM.pack(checksum.intdigest()))]
+
+
+def seal(place: Place, sections: Sequence[Section], view: memoryview, start: int) -> int:
+    """Make a frame of payloads that lie in ``view``, end to end from ``start`` on.
+
+    Header and table go before them (there must be room), the checksum after them. Returns where
+    the frame begins; it ends 8 bytes after the last payload.
+    """
+    head = _head(place, sections)
+    end = start + sum([s.payload.numel() for s in sections])
+    first = start - len(head)
+    view[first:start] = head
+    _CHECKSUM.pack_into(view, end, xxhash.xxh3_64_intdigest(view[first:end]))
+    return first
+
+
+def head_nbytes(tensors: int, rows: int) -> int:
+    """The most bytes before the payloads of ``tensors`` tensors of ``rows`` rows each.
+
+    A tensor has up to four sections, each with a row mask; versions come once a row.
+    """
+    return _HEADER.size + tensors * (4 * (MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows)
+
+
+def _head(place: Place, sections: Sequence[Section]) -> bytes:
+    """Header and section table."""
+    table = b"".join([_section_entry(s) for s in sections])
+    total = MIN_BYTES + len(table) + sum([s.payload.numel() for s in sections])
+    return (
+        _HEADER.pack(
+            MAGIC,
+            VERSION,
+            place.direction,
+            len(sections),
+            place.run,
+            place.step,
+            place.microbatch,
+            place.edge,
+            total,
+        )
+        + table
     )
-    parts = [memoryview(header + table), *payloads]
-    checksum = xxhash.xxh3_64()
-    for part in parts:
-        checksum.update(part)
-    return [*parts, memoryview(_CHECKSUM.pack(checksum.intdigest()))]
 
 
 def text_section(kind: Kind, text: str) -> Section:
@@ -169,23 +204,17 @@ def nbytes(sections: Sequence[Section]) -> int:
 
 
 def _section_entry(section: Section) -> bytes:
-    name = section.codec.encode("ascii")
-    if section.dtype not in _DTYPE_CODES or len(section.shape) > _MAX_DIMS:
-        raise ValueError(
-            f"a tensor of {section.dtype} with {len(section.shape)} dimensions cannot be framed; "
-            f"at most {_MAX_DIMS} dimensions, and torch's plain dtypes, can"
-        )
     stateful = section.versions is not None
+    fixed, described = _described(section.codec, section.dtype, section.shape)
     entry = _SECTION.pack(
         section.tensor,
-        int(section.kind) | (0x80 if stateful else 0),
-        _DTYPE_CODES[section.dtype],
+        section.kind | (0x80 if stateful else 0),
+        fixed,
         len(section.shape),
         _ALL_ROWS if section.rows is None else len(section.rows),
         section.payload.numel(),
     )
-    entry += struct.pack("<B", len(name)) + name
-    entry += struct.pack(f"<{len(section.shape)}Q", *section.shape)
+    entry += described
     if section.rows is not None:
         present = np.zeros(section.shape[0], dtype=np.uint8)
         present[section.rows] = 1
@@ -193,6 +222,19 @@ def _section_entry(section: Section) -> bytes:
     if section.versions is not None:
         entry += struct.pack(f"<Q{len(section.versions)}I", section.keys, *section.versions)
     return entry
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, bytes]:
+    """(the dtype's code, the codec's name and the shape as bytes): alike in every step."""
+    if dtype not in _DTYPE_CODES or len(shape) > _MAX_DIMS:
+        raise ValueError(
+            f"a tensor of {dtype} with {len(shape)} dimensions cannot be framed; "
+            f"at most {_MAX_DIMS} dimensions, and torch's plain dtypes, can"
+        )
+    name = codec.encode("ascii")
+    described = struct.pack("<B", len(name)) + name + struct.pack(f"<{len(shape)}Q", *shape)
+    return _DTYPE_CODES[dtype], described
 
 
 def parse(data: Buffer, expect: Place | None = None) -> tuple[Place, list[Section]]:
@@ -240,7 +282,7 @@ def _check(view: memoryview, expect: Place | None) -> tuple[Place, int]:
     (found,) = _CHECKSUM.unpack_from(view, total - _CHECKSUM.size)
     if found != xxhash.xxh3_64_intdigest(view[: total - _CHECKSUM.size]):
         raise FrameError("damaged: the checksum does not match")
-    if direction not in list(Direction):
+    if direction not in _DIRECTIONS:
         raise FrameError(f"unknown direction {direction}")
     place = Place(run, step, microbatch, edge, Direction(direction))
     if expect is not None and place != expect:
@@ -265,7 +307,7 @@ class _TableReader:
         """(a section without its payload, the payload's bytes)."""
         tensor, kind, dtype, dims, count, nbytes = _SECTION.unpack(self.take(_SECTION.size))
         stateful, kind = bool(kind & 0x80), kind & 0x7F
-        if kind not in list(Kind) or dtype >= len(_DTYPES) or dims > _MAX_DIMS:
+        if kind not in _KINDS or dtype >= len(_DTYPES) or dims > _MAX_DIMS:
             raise FrameError(f"section {index}: unknown kind {kind}, dtype {dtype} or {dims} dims")
         try:
             name = bytes(self.take(self.take(1)[0])).decode("ascii")

@@ -187,13 +187,13 @@ class Codec(Named):
         before: Sequence[Tensor],
         after: Sequence[Tensor],
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[tuple[float, float]]]:
         """The AQ-SGD step: the change of ``x`` [rows, n] from references, which move.
 
         ``before`` and ``after`` hold a float32 reference a row, of its length; ``after`` gets what
-        a receiver will hold, before + decode(payload). Returns the payload, and the energies of
-        each row's change and value, [rows, 2] float32. Raises NonFiniteError, with ``after``
-        undefined, if a change cannot be coded.
+        a receiver will hold, before + decode(payload). Returns the payload, and for each row the
+        energies (sums of squares, float32) of its change and its value. Raises NonFiniteError, with
+        ``after`` undefined, if a change cannot be coded.
         """
         rows, n = x.shape
         values = x.detach().to(torch.float32)
@@ -210,8 +210,8 @@ class Codec(Named):
             target.copy_(row[: target.numel()])
             if not bool(torch.isfinite(target).all()):
                 raise NonFiniteError("a reference would exceed float32")
-        energies = torch.stack([delta_reference.energies(change), delta_reference.energies(values)])
-        return payload, energies.T
+        energies = [delta_reference.energies(v).tolist() for v in (change, values)]
+        return payload, list(zip(*energies, strict=True))
 
     def decode_change(
         self,

@@ -21,7 +21,7 @@ from thinwire.native.delta_reference import Kept
 from thinwire.native.reference import IntegerFormat
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SYMMETRIC, _STOCHASTIC, _STD = 1, 2, 4
+_SYMMETRIC, _STOCHASTIC, _STD, _HADAMARD = 1, 2, 4, 8
 
 
 class _Format(ctypes.Structure):
@@ -32,7 +32,8 @@ class _Format(ctypes.Structure):
 
 @functools.lru_cache(maxsize=1024)
 def _format(fmt: IntegerFormat) -> Any:
-    flags = _SYMMETRIC * fmt.symmetric | _STOCHASTIC * fmt.stochastic | _STD * fmt.std
+    flags = _SYMMETRIC * fmt.symmetric | _STOCHASTIC * fmt.stochastic
+    flags |= _STD * fmt.std | _HADAMARD * fmt.hadamard
     return ctypes.byref(_Format(fmt.bits, flags, fmt.group))
 
 

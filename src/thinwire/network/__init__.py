@@ -3,13 +3,14 @@
 from thinwire.network.emulate import EmulatedTransport, parse_latency, parse_rate
 from thinwire.network.gloo import GlooTransport
 from thinwire.network.memory import MemoryTransport
-from thinwire.network.transport import Handle, Transport, TransportError
+from thinwire.network.transport import Handle, Message, Transport, TransportError
 
 __all__ = [
     "EmulatedTransport",
     "GlooTransport",
     "Handle",
     "MemoryTransport",
+    "Message",
     "Transport",
     "TransportError",
     "parse_latency",

@@ -20,7 +20,7 @@ import re
 import struct
 import time
 
-from thinwire.network.transport import Handle, Parts, Transport, TransportError
+from thinwire.network.transport import Handle, Message, Transport, TransportError
 
 _STAMP = struct.Struct("<q")  # start of the transmission, ns of the monotonic clock
 
@@ -87,6 +87,7 @@ class EmulatedTransport(Transport):
         self.address, self.size = inner.address, inner.size
         self.in_process = inner.in_process
         self.overhead_bytes = inner.overhead_bytes + _STAMP.size
+        self.headroom = inner.headroom + _STAMP.size
         self._upstream_free = 0
         self._upstream_busy = 0
         self._downstream = _Intervals()
@@ -132,12 +133,19 @@ class EmulatedTransport(Transport):
         nbytes += -(-nbytes // _SEGMENT) * _SEGMENT_HEADERS
         return int(nbytes * 8e9 / self.rate)
 
-    def _send(self, target: int, channel: int, parts: Parts) -> None:
-        took = self._duration(sum(memoryview(p).nbytes for p in parts))
+    def release(self, handle: Handle) -> None:
+        self.inner.release(handle)
+
+    def room(self, nbytes: int) -> Message:
+        return self.inner.room(nbytes + _STAMP.size)
+
+    def _send(self, target: int, channel: int, message: Message) -> None:
+        took = self._duration(message.end - message.start)
         start = max(time.monotonic_ns(), self._upstream_free)
         self._upstream_free = start + took
         self._upstream_busy += took
-        self.inner.send(target, channel, [_STAMP.pack(start), *parts])
+        message.prepend(_STAMP.pack(start))
+        self.inner.send(target, channel, message)
 
     def flush(self, timeout: float) -> None:
         super().flush(timeout)

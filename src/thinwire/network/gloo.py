@@ -14,11 +14,9 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from thinwire.network.transport import Handle, Parts, Transport, TransportError
+from thinwire.network.transport import Handle, Message, Transport, TransportError
 
 _LENGTH = struct.Struct("<Q")
 #: gloo announces each message with a header of 48 bytes, and puts another before its data. Each
@@ -29,11 +27,13 @@ _LEAST_SECONDS = 0.001
 
 
 class _GlooHandle(Handle):
-    def __init__(self, source: int, channel: int, max_bytes: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, source: int, channel: int, max_bytes: int, into: Message, group: dist.ProcessGroup
+    ) -> None:
         super().__init__(source, channel, max_bytes)
-        self.buffer = torch.empty(_LENGTH.size + max_bytes, dtype=torch.uint8)
+        self.into = into
         with _explained(f"nothing can arrive from {source}"):
-            self.work = group.recv([self.buffer], source, channel)
+            self.work = group.recv([into.buffer[: _LENGTH.size + max_bytes]], source, channel)
 
 
 class GlooTransport(Transport):
@@ -44,6 +44,7 @@ class GlooTransport(Transport):
     """
 
     overhead_bytes = _LENGTH.size + _GLOO_HEADERS
+    headroom = _LENGTH.size
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, ranks: list[int] | None = None
@@ -56,16 +57,16 @@ class GlooTransport(Transport):
             group = dist.new_group(ranks=ranks, backend="gloo")
         self._group = group
         self.address, self.size = group.rank(), group.size()
-        self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._pending: list[tuple[dist.Work, Message]] = []
 
     def post_receive(self, source: int, channel: int, max_bytes: int) -> Handle:
-        return _GlooHandle(source, channel, max_bytes, self._group)
+        return _GlooHandle(source, channel, max_bytes, self.room(max_bytes), self._group)
 
     def wait(self, handle: Handle, timeout: float) -> memoryview:
         assert isinstance(handle, _GlooHandle)
         with _explained(f"nothing arrived from {handle.source}", timeout):
             _wait(handle.work, timeout)
-        view = handle.buffer.numpy().data
+        view = handle.into.view
         (length,) = _LENGTH.unpack_from(view)
         if length > handle.max_bytes:
             raise TransportError(
@@ -73,26 +74,24 @@ class GlooTransport(Transport):
             )
         return view[_LENGTH.size : _LENGTH.size + length]
 
-    def _send(self, target: int, channel: int, parts: Parts) -> None:
-        length = sum(memoryview(p).nbytes for p in parts)
-        buffer = torch.empty(_LENGTH.size + length, dtype=torch.uint8)
-        view = buffer.numpy().data
-        view[: _LENGTH.size] = _LENGTH.pack(length)
-        at = _LENGTH.size
-        for part in parts:
-            end = at + memoryview(part).nbytes
-            view[at:end] = part
-            at = end
+    def release(self, handle: Handle) -> None:
+        assert isinstance(handle, _GlooHandle)
+        self.recycle(handle.into)
+
+    def _send(self, target: int, channel: int, message: Message) -> None:
+        message.prepend(_LENGTH.pack(message.end - message.start))
+        whole = message.buffer[message.start : message.end]
         # a work learns of its completion in wait alone, so buffers are kept until flush
         with _explained(f"a message to {target} could not be sent"):
-            self._pending.append((self._group.send([buffer], target, channel), buffer))
+            self._pending.append((self._group.send([whole], target, channel), message))
 
     def flush(self, timeout: float) -> None:
         super().flush(timeout)
         end = time.monotonic() + timeout
-        for work, _ in self._pending:
+        for work, message in self._pending:
             with _explained("a message was not taken", timeout):
                 _wait(work, end - time.monotonic())
+            self.recycle(message)
         self._pending.clear()
 
     def drain(self, timeout: float) -> None:

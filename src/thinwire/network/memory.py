@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import defaultdict
 
-from thinwire.network.transport import Handle, Parts, Transport, TransportError
+from thinwire.network.transport import Handle, Message, Transport, TransportError
 
 
 class MemoryTransport(Transport):
@@ -49,8 +49,9 @@ class MemoryTransport(Transport):
             )
         return memoryview(message)
 
-    def _send(self, target: int, channel: int, parts: Parts) -> None:
-        self._hub.put(self._hub.box(self.address, target, channel), bytearray().join(parts))
+    def _send(self, target: int, channel: int, message: Message) -> None:
+        self._hub.put(self._hub.box(self.address, target, channel), bytearray(message.data))
+        self.recycle(message)
 
 
 class _Box:

@@ -14,11 +14,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 Parts = Sequence[memoryview | bytes | bytearray]
 
 
 class TransportError(RuntimeError):
     """A message could not be received: the deadline passed, or the peer is gone."""
+
+
+class Message:
+    """Bytes ``start … end`` of a buffer, with room before them for the transport's own headers."""
+
+    def __init__(self, capacity: int) -> None:
+        self.buffer = torch.empty(capacity, dtype=torch.uint8)
+        self.view = self.buffer.numpy().data
+        self.start = self.end = 0
+
+    def prepend(self, head: bytes) -> None:
+        """Put ``head`` in front."""
+        self.start -= len(head)
+        self.view[self.start : self.start + len(head)] = head
+
+    @property
+    def data(self) -> memoryview:
+        """The message's bytes."""
+        return self.view[self.start : self.end]
 
 
 class Event(Protocol):
@@ -47,9 +68,12 @@ class Transport(ABC):
     overhead_bytes: int = 0
     #: True where all endpoints live in this process.
     in_process: bool = False
+    #: Bytes before a ``Message`` that the transport needs for itself.
+    headroom: int = 0
 
     def __init__(self) -> None:
         self._sender: _SenderThread | None = None
+        self._free: dict[int, list[Message]] = {}
 
     def endpoint(self, address: int) -> Transport:
         """The transport of one endpoint; itself unless all endpoints live in this process."""
@@ -69,28 +93,65 @@ class Transport(ABC):
         source is gone.
         """
 
+    def release(self, handle: Handle) -> None:  # noqa: B027  not all transports reuse buffers
+        """The bytes that ``wait`` gave for ``handle`` are no longer needed."""
+
+    def room(self, nbytes: int) -> Message:
+        """A buffer for a message of up to ``nbytes``, to be filled from ``headroom`` on, and sent.
+
+        Buffers are reused once their messages have left; hence few sizes, an eighth apart.
+        """
+        capacity = self.headroom + nbytes
+        step = 1 << max(6, capacity.bit_length() - 4)
+        capacity = -(-capacity // step) * step
+        try:
+            return self._free[capacity].pop()
+        except (KeyError, IndexError):
+            return Message(capacity)
+
+    def recycle(self, message: Message) -> None:
+        """The message has left; its buffer is free."""
+        self._free.setdefault(message.buffer.numel(), []).append(message)
+
     @abstractmethod
-    def _send(self, target: int, channel: int, parts: Parts) -> None:
-        """Hand one message over; its bytes are copied before this returns."""
+    def _send(self, target: int, channel: int, message: Message) -> None:
+        """Hand one message over, and ``recycle`` it when its bytes are no longer needed."""
 
     def send(
         self,
         target: int,
         channel: int,
-        message: Parts | Callable[[], Parts],
+        message: Message | Parts | Callable[[], Parts],
         ready: Event | None = None,
     ) -> None:
-        """Send the concatenation of ``message``'s parts; never blocks on the link.
+        """Send ``message``, or the concatenation of its parts; never blocks on the link.
 
-        With ``ready``, a device event, a sender thread waits for it, then calls ``message`` for
-        the parts (copies, checksums) and sends them, so that the calling thread goes on.
+        A ``Message`` comes from ``room`` and belongs to the transport from here on. With ``ready``,
+        a device event, a sender thread waits for it, then calls ``message`` for the parts (copies,
+        checksums) and sends them, so that the calling thread goes on.
         """
         if ready is None and self._sender is None:
-            self._send(target, channel, message() if callable(message) else message)
+            self._send_any(target, channel, message)
             return
         if self._sender is None:
-            self._sender = _SenderThread(self._send)
+            self._sender = _SenderThread(self._send_any)
         self._sender.put(target, channel, message, ready)
+
+    def _send_any(
+        self, target: int, channel: int, message: Message | Parts | Callable[[], Parts]
+    ) -> None:
+        if not isinstance(message, Message):
+            message = self._joined(message() if callable(message) else message)
+        self._send(target, channel, message)
+
+    def _joined(self, parts: Parts) -> Message:
+        sizes = [memoryview(part).nbytes for part in parts]
+        message = self.room(sum(sizes))
+        message.start = message.end = self.headroom
+        for part, size in zip(parts, sizes, strict=True):
+            message.view[message.end : message.end + size] = part
+            message.end += size
+        return message
 
     def drain(self, timeout: float) -> None:
         """Give messages under way up to ``timeout`` seconds, before this process gives up."""
@@ -117,7 +178,7 @@ class Transport(ABC):
 class _SenderThread:
     """Sends in order, each message once its device event has passed."""
 
-    def __init__(self, send: Callable[[int, int, Parts], None]) -> None:
+    def __init__(self, send: Callable[[int, int, Any], None]) -> None:
         self._send = send
         self._queue: queue.Queue[Any] = queue.Queue()
         self._error: BaseException | None = None
@@ -128,7 +189,7 @@ class _SenderThread:
         self,
         target: int,
         channel: int,
-        message: Parts | Callable[[], Parts],
+        message: Message | Parts | Callable[[], Parts],
         ready: Event | None,
     ) -> None:
         self._raise()
@@ -163,6 +224,6 @@ class _SenderThread:
             try:
                 if ready is not None:
                     ready.synchronize()
-                self._send(target, channel, message() if callable(message) else message)
+                self._send(target, channel, message)
             except BaseException as error:  # noqa: BLE001  kept, and raised in the thread that sends next
                 self._error = error

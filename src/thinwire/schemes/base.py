@@ -8,11 +8,14 @@ one tensor of one directed link. Both ends call ``begin_step`` with the same vis
 from __future__ import annotations
 
 import dataclasses
+import functools
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from thinwire.errors import FrameError
@@ -33,10 +36,20 @@ class Visit:
     seeds: Tensor
     padded: bool
 
+    @functools.cached_property
+    def keys_digest(self) -> int:
+        """A 64-bit hash of the sample ids in order."""
+        return keys_digest(self.keys or ())
+
     @property
     def valid(self) -> tuple[int, ...] | None:
         """``lengths`` for a codec: None where every row is full."""
         return self.lengths if self.padded else None
+
+
+def keys_digest(keys: Sequence[int]) -> int:
+    """A 64-bit hash of sample ids in order."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(keys)}q", *keys))
 
 
 class End(ABC):  # noqa: B024  its two roles are abstract
@@ -61,8 +74,14 @@ class Sender(End):
     """One tensor's sending end."""
 
     @abstractmethod
-    def encode(self, x: Tensor, microbatch: int, visit: Visit) -> list[Section]:
-        """Sections for ``x`` [rows, …]; raises NonFiniteError with all state untouched."""
+    def encode(
+        self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
+    ) -> list[Section]:
+        """Sections for ``x`` [rows, …]; raises NonFiniteError with all state untouched.
+
+        Payloads lie end to end in ``out`` (1-D uint8) where it is given and has room for the most
+        bytes that the scheme may take.
+        """
 
 
 class Receiver(End):

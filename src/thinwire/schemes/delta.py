@@ -22,14 +22,20 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import xxhash
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
 from thinwire.codecs.base import saturated, unfit_value
 from thinwire.errors import FrameError, NonFiniteError
 from thinwire.frame import Kind, Section
-from thinwire.schemes.base import Receiver, Scheme, Sender, Visit, expect_sections
+from thinwire.schemes.base import (
+    Receiver,
+    Scheme,
+    Sender,
+    Visit,
+    expect_sections,
+    keys_digest,
+)
 from thinwire.schemes.value import Value
 from thinwire.spec import register
 from thinwire.store import MemoryStore, plan_step
@@ -71,6 +77,7 @@ class Delta(Scheme):
         return self.change if kind in (Kind.CHANGE, Kind.RESEED) else self.first
 
 
+_DELTA_KINDS = (Kind.VALUE, Kind.FIRST, Kind.CHANGE, Kind.RESEED)
 _KINDS = {Mode.FIRST: Kind.FIRST, Mode.AGAIN: Kind.CHANGE, Mode.REPEAT: Kind.VALUE}
 
 
@@ -86,9 +93,12 @@ class _DeltaEnd:
         self.store = MemoryStore()
         self._plan: list[list[Mode]] = []
         self._spare: dict[int, list[Tensor]] = {}  # by length
+        self._planned: tuple[Visit, ...] = ()
+        self.names = {kind: str(scheme.codec_of(kind)) for kind in _DELTA_KINDS}
 
     def begin_step(self, visits: Sequence[Visit]) -> None:
         self._plan = plan_step(self.store.lengths, [(_keys(v), v.lengths) for v in visits])
+        self._planned = tuple(visits)
 
     def kinds(self, microbatch: int, visit: Visit) -> list[Kind]:
         """The kind of each row, as planned unless its length came out otherwise.
@@ -96,6 +106,8 @@ class _DeltaEnd:
         A sender may still turn CHANGE into RESEED.
         """
         kinds = [_KINDS[mode] for mode in self._plan[microbatch]]
+        if visit is self._planned[microbatch]:
+            return kinds
         held = self.store.lengths
         for row, (key, n) in enumerate(zip(_keys(visit), visit.lengths, strict=True)):
             if kinds[row] == Kind.CHANGE and held.get(key) != n:
@@ -126,92 +138,119 @@ class _DeltaEnd:
 
 
 class _DeltaSender(_DeltaEnd, Sender):
-    def encode(self, x: Tensor, microbatch: int, visit: Visit) -> list[Section]:
+    def encode(
+        self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
+    ) -> list[Section]:
         keys = _keys(visit)
         values = x.detach().reshape(len(keys), -1)
         kinds = self.kinds(microbatch, visit)
+        space = _Space(out)
         sections, moves = [], []
         try:
             for kind in sorted(set(kinds)):
-                if kind == Kind.CHANGE:
-                    coded = self._changes(values, kinds, visit)
-                else:
-                    rows = [r for r, k in enumerate(kinds) if k == kind]
-                    coded = [(kind, rows, *self._values(values, rows, kind, visit))]
-                for kind, rows, payload, references in coded:
-                    there = [keys[r] for r in rows]
-                    moves.append((there, references))
-                    sections.append(self._section(kind, rows, there, x, payload))
+                for coded in self._code(kind, values, kinds, visit, space):
+                    there = _some_keys(keys, coded.rows)
+                    sections.append(self._section(coded, there, x, visit))
+                    if coded.references is not None:
+                        moves.append((there, coded.references))
         except NonFiniteError:
             coder = self.scheme.codec_of(kind)
             raise unfit_value(x, coder, visit.valid, len(keys)) from None
         for there, references in moves:
-            if references is not None:
-                self.put(there, references)
+            self.put(there, references)
         return sections
 
-    def _section(
-        self, kind: Kind, rows: list[int], keys: list[int], x: Tensor, payload: Tensor
-    ) -> Section:
+    def _section(self, coded: _Coded, keys: Sequence[int], x: Tensor, visit: Visit) -> Section:
+        everything = len(keys) == x.shape[0]
         return Section(
-            kind,
-            str(self.scheme.codec_of(kind)),
+            coded.kind,
+            self.names[coded.kind],
             x.dtype,
             tuple(x.shape),
-            payload,
-            rows=None if len(rows) == x.shape[0] else rows,
-            versions=None if kind == Kind.VALUE else self.store.versions(keys),
-            keys=keys_digest(keys),
+            coded.payload,
+            rows=None if everything else coded.rows,
+            versions=None if coded.kind == Kind.VALUE else self.store.versions(keys),
+            keys=visit.keys_digest if everything else keys_digest(keys),
         )
 
-    def _changes(self, values: Tensor, kinds: list[Kind], visit: Visit) -> list[_Coded]:
-        """The rows that change, as changes, or as values where those have less energy."""
-        rows = [r for r, k in enumerate(kinds) if k == Kind.CHANGE]
-        before = self.store.rows([_keys(visit)[r] for r in rows])
+    def _code(
+        self, kind: Kind, values: Tensor, kinds: list[Kind], visit: Visit, space: _Space
+    ) -> list[_Coded]:
+        """The rows of ``kind``: one section of them, or two if changes turn out too large."""
+        rows = [r for r, k in enumerate(kinds) if k == kind]
+        if kind != Kind.CHANGE:
+            return [self._value(kind, values, rows, visit, space)]
+        before = self.store.rows(_some_keys(_keys(visit), rows))
         after = self.room(before)
         payload, energies = self.scheme.change.encode_change(
-            _some(values, rows), _lengths(visit, rows), _seeds(visit, rows), before, after
+            _some(values, rows),
+            _lengths(visit, rows),
+            _seeds(visit, rows),
+            before,
+            after,
+            space.rest,
         )
-        change, value = energies.unbind(1)
-        larger = (change > value).tolist()
-        if not any(larger):
-            return [(Kind.CHANGE, rows, payload, after)]
-        reseeded = [r for r, more in zip(rows, larger, strict=True) if more]
-        for row in reseeded:
+        larger = [r for r, (change, value) in zip(rows, energies, strict=True) if change > value]
+        if not larger:
+            return [_Coded(kind, rows, space.took(payload), after)]
+        for row in larger:
             kinds[row] = Kind.RESEED
-        coded = self._values(values, reseeded, Kind.RESEED, visit)
-        rest = self._changes(values, kinds, visit) if len(reseeded) < len(rows) else []
-        return [*rest, (Kind.RESEED, reseeded, *coded)]
+        smaller = len(larger) < len(rows)
+        rest = self._code(kind, values, kinds, visit, space) if smaller else []
+        return [*rest, self._value(Kind.RESEED, values, larger, visit, space)]
 
-    def _values(
-        self, values: Tensor, rows: list[int], kind: Kind, visit: Visit
-    ) -> tuple[Tensor, list[Tensor] | None]:
-        """The payload of ``rows`` as values, and the references that they become."""
-        coder, lengths = self.scheme.codec_of(kind), _lengths(visit, rows)
-        part = _some(values, rows)
-        payload = coder.encode(part, len(rows), lengths, _seeds(visit, rows))
+    def _value(
+        self, kind: Kind, values: Tensor, rows: list[int], visit: Visit, space: _Space
+    ) -> _Coded:
+        """``rows`` as values, and the references that they become."""
+        coder, lengths, part = (
+            self.scheme.codec_of(kind),
+            _lengths(visit, rows),
+            _some(values, rows),
+        )
+        payload = coder.encode(part, len(rows), lengths, _seeds(visit, rows), space.rest)
+        space.took(payload)
         if kind == Kind.VALUE:
-            return payload, None
+            return _Coded(kind, rows, payload, None)
         y = coder.decode(payload, part.shape, torch.float32, len(rows), lengths)
-        return payload, _references(y, lengths)
+        return _Coded(kind, rows, payload, _references(y, lengths))
 
 
-_Coded = tuple[Kind, list[int], Tensor, list[Tensor] | None]
+class _Space:
+    """The bytes that payloads are to lie in, end to end; none: each gets its own."""
+
+    def __init__(self, out: Tensor | None) -> None:
+        self.rest = out
+
+    def took(self, payload: Tensor) -> Tensor:
+        """``payload`` lies at the start of what was the rest."""
+        if self.rest is not None:
+            self.rest = self.rest[payload.numel() :]
+        return payload
+
+
+@dataclasses.dataclass
+class _Coded:
+    """What is to become a section, and the references that its rows will have."""
+
+    kind: Kind
+    rows: list[int]
+    payload: Tensor
+    references: list[Tensor] | None
 
 
 class _DeltaReceiver(_DeltaEnd, Receiver):
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         keys = _keys(visit)
-        allowed = (Kind.FIRST, Kind.CHANGE, Kind.RESEED, Kind.VALUE)
-        shape = expect_sections(sections, allowed, len(keys), "a delta-coded tensor")
-        self._check(sections, self.kinds(microbatch, visit), keys)
+        shape = expect_sections(sections, _DELTA_KINDS, len(keys), "a delta-coded tensor")
+        self._check(sections, self.kinds(microbatch, visit), visit)
         head = sections[0]
         result = torch.empty(shape, dtype=head.dtype, device=head.payload.device)
         result = result.view(len(keys), _width(shape))
         moves = []
         for section in sections:
             rows = list(range(len(keys))) if section.rows is None else section.rows
-            there = [keys[r] for r in rows]
+            there = _some_keys(keys, rows)
             y = result if section.rows is None else result.new_empty((len(rows), result.shape[1]))
             try:
                 moves.append((there, self._decode(section, there, _lengths(visit, rows), y)))
@@ -225,7 +264,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         return result.view(shape)
 
     def _decode(
-        self, section: Section, keys: list[int], lengths: list[int] | None, y: Tensor
+        self, section: Section, keys: Sequence[int], lengths: list[int] | None, y: Tensor
     ) -> list[Tensor] | None:
         """The values of ``section`` into ``y`` [keys, n]; returns the references they leave."""
         coder, count = self.scheme.codec_of(section.kind), len(keys)
@@ -241,19 +280,21 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         y.copy_(saturated(value, y.dtype))
         return _references(value, lengths)
 
-    def _check(self, sections: list[Section], planned: list[Kind], keys: list[int]) -> None:
+    def _check(self, sections: list[Section], planned: list[Kind], visit: Visit) -> None:
         """Refuse sections coded against another state, before anything is touched."""
+        keys = _keys(visit)
         for section in sections:
+            everything = section.rows is None
             rows = range(len(keys)) if section.rows is None else section.rows
             kind = Kind.CHANGE if section.kind == Kind.RESEED else section.kind
-            there = [keys[r] for r in rows]
-            if section.codec != str(self.scheme.codec_of(section.kind)):
+            there = keys if everything else [keys[r] for r in rows]
+            if section.codec != self.names[section.kind]:
                 raise FrameError(
                     f"{section.kind.name} coded as {section.codec!r}; this end has {self.scheme}"
                 )
             if section.kind == Kind.VALUE:
                 continue
-            if section.keys != keys_digest(there):
+            if section.keys != (visit.keys_digest if everything else keys_digest(there)):
                 raise FrameError("the two ends hold different sample ids for this micro-batch")
             held = self.store.versions(there)
             if section.versions != held or any(planned[r] != kind for r in rows):
@@ -265,15 +306,15 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
                 )
 
 
-def keys_digest(keys: Sequence[int]) -> int:
-    """A 64-bit hash of sample ids in order."""
-    return xxhash.xxh3_64_intdigest(b"".join(k.to_bytes(8, "little", signed=True) for k in keys))
-
-
-def _keys(visit: Visit) -> list[int]:
+def _keys(visit: Visit) -> tuple[int, ...]:
     if visit.keys is None:
         raise ValueError("delta needs sample_ids: pass them to Pipeline.step, or use a plain codec")
-    return list(visit.keys)
+    return visit.keys
+
+
+def _some_keys(keys: Sequence[int], rows: list[int]) -> Sequence[int]:
+    """The keys of ``rows``: ``keys`` itself where they are all."""
+    return keys if len(rows) == len(keys) else [keys[r] for r in rows]
 
 
 def _some(values: Tensor, rows: list[int]) -> Tensor:

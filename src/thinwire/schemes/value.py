@@ -43,19 +43,23 @@ class _ValueSender(Sender):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
 
-    def encode(self, x: Tensor, microbatch: int, visit: Visit) -> list[Section]:
-        payload = self._codec.encode(x, len(visit.lengths), visit.valid, visit.seeds)
-        return [Section(Kind.VALUE, str(self._codec), x.dtype, tuple(x.shape), payload)]
+        self._name = str(codec)
+
+    def encode(
+        self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
+    ) -> list[Section]:
+        payload = self._codec.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
+        return [Section(Kind.VALUE, self._name, x.dtype, tuple(x.shape), payload)]
 
 
 class _ValueReceiver(Receiver):
     def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+        self._codec, self._name = codec, str(codec)
 
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         rows = len(visit.lengths)
         shape = expect_sections(sections, (Kind.VALUE,), rows, "a value")
         (section,) = sections
-        if section.codec != str(self._codec):
+        if section.codec != self._name:
             raise FrameError(f"coded as {section.codec!r}, this end expects {self._codec}")
         return self._codec.decode(section.payload, shape, section.dtype, rows, visit.valid)
