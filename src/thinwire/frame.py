@@ -104,6 +104,9 @@ class Place:
         )
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 @dataclasses.dataclass
 class Section:
     """One tensor, or the rows of one tensor that travel in the same way.
@@ -117,7 +120,7 @@ class Section:
     codec: str = ""
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = ()
-    payload: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    payload: Tensor = _NOTHING
     rows: list[int] | None = None
     versions: list[int] | None = None
     keys: int = 0
@@ -339,7 +342,7 @@ class _TableReader:
 
 def _as_tensor(view: memoryview) -> Tensor:
     if len(view) == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return _NOTHING
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 

@@ -7,6 +7,7 @@ dtypes, shapes, checks and output buffers once for all of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from abc import abstractmethod
@@ -349,12 +350,17 @@ def row_sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
 
 
 def row_seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
-    """A seed a row, int64."""
+    """A seed a row, int64; not to be changed."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.shape != (count,):
             raise ValueError(f"seed must be an int or an int64 tensor of {count} values, one a row")
         return seed.to(device)
-    wrapped = (int(seed) + 2**63) % 2**64 - 2**63
+    return _same_seeds(int(seed), count, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _same_seeds(seed: int, count: int, device: torch.device) -> Tensor:
+    wrapped = (seed + 2**63) % 2**64 - 2**63
     return torch.full((count,), wrapped, dtype=torch.int64, device=device)
 
 

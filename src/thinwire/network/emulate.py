@@ -166,13 +166,18 @@ class _Intervals:
     _KEPT = 256
 
     def __init__(self) -> None:
-        self._taken: list[tuple[int, int]] = []
+        # of intervals that neither overlap nor lie out of order
+        self._starts: list[int] = []
+        self._ends: list[int] = []
 
     def add(self, start: int, took: int) -> int:
         """Place ``took`` ns at or after ``start`` where nothing else is; returns its end."""
-        for first, last in self._taken:
-            if first < start + took and last > start:
-                start = last
-        bisect.insort(self._taken, (start, start + took))
-        del self._taken[: -self._KEPT]
+        starts, ends = self._starts, self._ends
+        k = bisect.bisect_right(ends, start)
+        while k < len(starts) and starts[k] < start + took:
+            start = ends[k]
+            k += 1
+        starts.insert(k, start)
+        ends.insert(k, start + took)
+        del starts[: -self._KEPT], ends[: -self._KEPT]
         return start + took

@@ -37,6 +37,11 @@ class Visit:
     padded: bool
 
     @functools.cached_property
+    def values(self) -> int:
+        """How many values travel."""
+        return sum(self.lengths)
+
+    @functools.cached_property
     def keys_digest(self) -> int:
         """A 64-bit hash of the sample ids in order."""
         return keys_digest(self.keys or ())
