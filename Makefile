@@ -18,7 +18,14 @@ KERNELS = CMakeLists.txt $(wildcard src/thinwire/native/csrc/*)
 COMPILED = $(if $(shell command -v $(CXX) || command -v c++ || command -v clang++), \
 	--config-settings=wheel.cmake=true)
 
-.PHONY: demo test test-gpu test-wheel lint clean
+# The kernels built with sanitizers (kept in build/fuzz, some minutes) and fuzzed: for how long, from
+# which seed, and with which options of CMake, as THINWIRE_NAMES_v4=OFF.
+SECONDS := 60
+SEED := $(shell date +%s)
+CONFIGURE :=
+CMAKE = $(or $(shell command -v cmake),$(VENV)/bin/cmake)
+
+.PHONY: demo test test-gpu test-wheel fuzz lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/thinwire train $(ARGS)
@@ -31,6 +38,14 @@ test-gpu: $(VENV)/installed-dev
 
 test-wheel: $(VENV)/installed-dev
 	$(RUN) pytest tests/native/wheel.py $(ARGS)
+
+# -O1: faster to compile than -O2, and to run than -O0
+fuzz: $(VENV)/installed-dev
+	command -v cmake >/dev/null || $(RUN) pip install --no-input cmake
+	$(CMAKE) -S . -B build/fuzz -U 'THINWIRE_*' -DTHINWIRE_SANITIZE=ON \
+		-DCMAKE_BUILD_TYPE=Fuzz -DCMAKE_CXX_FLAGS_FUZZ=-O1 $(addprefix -D,$(CONFIGURE))
+	$(CMAKE) --build build/fuzz --parallel 2
+	build/fuzz/fuzz $(SECONDS) $(SEED)
 
 lint: $(VENV)/installed-dev
 	$(RUN) ruff check .

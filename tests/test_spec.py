@@ -28,7 +28,8 @@ def integers(draw) -> Integer:
     symmetric = draw(st.booleans()) and not (bits == 1 and scale == "range")
     if draw(st.booleans()):
         return Integer(bits, round=rounding)
-    return Integer(bits, group, symmetric, rounding, scale)
+    rotated, packed = draw(st.booleans()), draw(st.booleans())
+    return Integer(bits, group, symmetric, rounding, scale, rotated, packed)
 
 
 codecs = st.one_of(integers(), st.sampled_from([Raw(), Cast("bf16"), Cast("fp16"), Float8()]))
@@ -70,6 +71,9 @@ def test_any_text_is_a_spec_or_a_spec_error(text):
         ("int2:scale=std", "int2"),
         ("int4:scale=range,round=nearest,symmetric=false", "int4"),
         ("int4:symmetric=true", "int4:symmetric"),
+        ("int4:hadamard=on", "int4:hadamard"),
+        ("int4:hadamard=off,zstd=false", "int4"),
+        ("int4:zstd,hadamard=true,symmetric=on", "int4:symmetric,hadamard,zstd"),
         ("int4:group=row", "int4:group=row"),
         ("delta(int4)", "delta(int4)"),
         ("delta(int4,first=int8)", "delta(int4)"),

@@ -23,10 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return worker_main(words[1:])
     with _leaving_at_once():
-        from thinwire.train.arguments import run
         from thinwire.train.config import ConfigError
 
         try:
+            if words[:1] == ["bench"]:
+                from thinwire.bench.arguments import run as bench
+
+                return bench(words[1:])
+            if words[:1] == ["selftest"]:
+                from thinwire.selftest import run as selftest
+
+                return selftest(words[1:])
+            from thinwire.train.arguments import run
+
             return run(words)
         except ConfigError as error:
             print(f"thinwire: error: {error}", file=sys.stderr)

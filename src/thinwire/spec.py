@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _WORD = re.compile(r"[A-Za-z0-9_.+\-/]+")
 _NAME = re.compile(r"[a-z][a-z0-9_\-]*")
+_FLAGS = {"on": True, "off": False, "true": True, "false": False}
 _MAX_LENGTH = 200
 
 
@@ -104,8 +105,8 @@ class _Option:
         if self.nested:
             return parse(text)
         for kind in _alternatives(self.type):
-            if kind is bool and text in ("true", "false"):
-                return text == "true"
+            if kind is bool and text in _FLAGS:
+                return _FLAGS[text]
             if kind in (int, float):
                 try:
                     return kind(text)

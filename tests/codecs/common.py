@@ -32,8 +32,15 @@ LOSSY = [
     "int5:symmetric",
     "int2:round=stochastic",
     "int8",
+    "int4:hadamard",
+    "int4:zstd",
+    "tile",
+    "topk:0.1",
 ]
 ALL = ["raw", *LOSSY]
+#: Those whose rows are coded each on its own, and those whose size follows from the shape.
+ROWWISE = [name for name in ALL if "zstd" not in name]
+FIXED = [name for name in ALL if codec(name).fixed_size]
 
 
 def normal(*shape: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:

@@ -7,13 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.codecs.common import ALL, FLOATS, LOSSY, normal, quick, round_trip
+from tests.codecs.common import ALL, FIXED, FLOATS, LOSSY, ROWWISE, normal, quick, round_trip
 from thinwire import spec
 from thinwire.codecs import Codec, codec, register_codec
 from thinwire.errors import NonFiniteError
 
 every = pytest.mark.parametrize("name", ALL)
 lossy = pytest.mark.parametrize("name", LOSSY)
+rowwise = pytest.mark.parametrize("name", ROWWISE)
+fixed = pytest.mark.parametrize("name", FIXED)
 SHAPES = [
     (),
     (0,),
@@ -52,25 +54,24 @@ def test_the_payload_is_one_dimensional_bytes_on_the_input_device(name, device):
 @every
 @quick
 @given(st.integers(1, 5), st.integers(0, 300), st.data())
-def test_max_nbytes_is_exact_for_full_rows_and_a_bound_for_shorter(name, rows, n, data):
+def test_max_nbytes_is_a_bound_and_exact_for_full_rows_of_a_fixed_size(name, rows, n, data):
     x = normal(rows, n)
     lengths = data.draw(st.lists(st.integers(0, n), min_size=rows, max_size=rows))
     bound = codec(name).max_nbytes(x.shape, x.dtype)
-    assert codec(name).encode(x).numel() == bound
+    size = codec(name).encode(x).numel()
+    assert size == bound if name in FIXED else size <= bound
     assert codec(name).encode(x, lengths=lengths).numel() <= bound
 
 
-@every
+@rowwise
 def test_a_row_has_the_same_bytes_alone_and_in_any_batch(name, device):
     x = normal(6, 300, device=device) * torch.logspace(-3, 3, 6, device=device)[:, None]
     seeds = torch.arange(6) * 11
-    whole = codec(name).encode(x, seed=seeds).view(6, -1)
-    for row in range(6):
-        alone = codec(name).encode(x[row : row + 1], seed=seeds[row : row + 1])
-        assert torch.equal(alone, whole[row])
+    alone = [codec(name).encode(x[i : i + 1], seed=seeds[i : i + 1]) for i in range(6)]
+    assert torch.equal(codec(name).encode(x, seed=seeds), torch.cat(alone))
 
 
-@every
+@rowwise
 @quick
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6))
 def test_rows_of_mixed_lengths_are_the_bytes_of_each_row_cut_to_its_length(name, lengths):
@@ -142,7 +143,7 @@ def test_the_input_is_left_unchanged(name, dtype):
     assert torch.equal(x, before)
 
 
-@lossy
+@pytest.mark.parametrize("name", [name for name in LOSSY if "topk" not in name])  # keeps dtypes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_short_floats_are_coded_as_their_float32_values(name, dtype):
     x = normal(3, 200).to(dtype)
@@ -245,7 +246,7 @@ def test_the_index_of_a_bad_value_skips_padding(name):
         codec(name).encode(x, lengths=[20, 30])
 
 
-@every
+@fixed
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_payload_of_the_wrong_size_is_an_error(name, change):
     payload = codec(name).encode(normal(3, 50))

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.codecs.common import normal, quick, round_trip, snr_db
 from thinwire.codecs import codec
 from thinwire.errors import NonFiniteError
+from thinwire.native import hadamard
 
 WIDTHS = range(1, 9)
 SMALLEST_BF16 = 2.0**-133
@@ -259,6 +260,46 @@ def test_decoding_needs_no_seed():
     c = codec("int4:round=stochastic")
     y = c.decode(c.encode(x, seed=77), x.shape, x.dtype)
     assert bool(((y - x).abs() <= half_step(x, 4, 128) * 2.04).all())
+
+
+# the Hadamard rotation
+
+
+@pytest.mark.parametrize("group", [32, 100, 128, "row"])
+def test_a_rotated_codec_is_the_plain_one_on_rotated_values(group, device):
+    x = normal(3, 700, device=device)
+    size = 0 if group == "row" else group
+    turned = hadamard.rotate(x, size)
+    payload = codec(f"int4:group={group},hadamard").encode(x)
+    assert torch.equal(payload, codec(f"int4:group={group}").encode(turned))
+    y = codec(f"int4:group={group}").decode(payload, x.shape, torch.float32)
+    expected = hadamard.unrotate(y, size)
+    assert torch.equal(
+        codec(f"int4:group={group},hadamard").decode(payload, x.shape, x.dtype), expected
+    )
+
+
+def test_outliers_are_10_db_better_off_with_a_rotation():
+    x = normal(64, 1024)
+    x[:, ::100] *= 40
+    plain, turned = round_trip("int4", x), round_trip("int4:hadamard", x)
+    ordinary = (torch.arange(1024) % 100) != 0
+    assert snr_db(x, turned) > snr_db(x, plain)
+    assert (
+        snr_db(x[:, ordinary], turned[:, ordinary])
+        > snr_db(x[:, ordinary], plain[:, ordinary]) + 10
+    )
+
+
+@pytest.mark.parametrize("spec", ["int4:hadamard", "int4:hadamard,group=row", "int2:hadamard"])
+@pytest.mark.parametrize("value", [1e35, 1e38, 3.4e38])
+def test_what_could_overflow_when_rotated_back_is_an_error_or_finite(spec, value):
+    x = normal(2, 1000).clamp(-1, 1) * value
+    try:
+        y = round_trip(spec, x)
+    except NonFiniteError:
+        return
+    assert bool(torch.isfinite(y).all())
 
 
 # damaged payloads

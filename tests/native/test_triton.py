@@ -6,6 +6,7 @@ has to be chosen before Triton is imported.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import os
@@ -350,6 +351,28 @@ def test_the_reason_for_doing_without_triton_says_what_to_do(monkeypatch, versio
     reason = triton_kernels.why_missing.__wrapped__()
     assert said in reason
     assert bool(reason) == bool(said)
+
+
+@pytest.mark.parametrize("call", ["encode", "decode", "delta_encode", "delta_decode", "kept"])
+def test_a_rotated_format_is_refused_before_anything_is_done(call):
+    plain = IntegerFormat(4, 128, False, False, False)
+    fmt = dataclasses.replace(plain, hadamard=True)
+    x, seeds = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
+    out = torch.zeros(reference.row_nbytes(8, fmt), dtype=torch.uint8)
+    calls = {
+        "encode": lambda: triton_kernels.encode(x, None, fmt, seeds, out),
+        "decode": lambda: triton_kernels.decode(out, None, fmt, x),
+        "delta_encode": lambda: triton_kernels.delta_encode(
+            x, None, fmt, seeds, out, x, x, torch.float32
+        ),
+        "delta_decode": lambda: triton_kernels.delta_decode(
+            out, (1, 8), None, fmt, x, x, torch.float32
+        ),
+        "kept": lambda: triton_kernels.delta_decode(out, (1, 8), None, plain, [out], [out], fmt),
+    }
+    with pytest.raises(ValueError, match="GPU kernels do not rotate"):
+        calls[call]()
+    assert not triton_kernels.usable(x, fmt)
 
 
 if __name__ == "__main__":

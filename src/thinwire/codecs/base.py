@@ -30,8 +30,9 @@ class Codec(Named):
 
     A *row* is ``x[i]`` for two or more dimensions and the whole tensor for fewer, unless ``rows``
     gives their number. Each row is coded on its own, so a row's bytes never depend on its
-    neighbours; the payload is the rows' bytes, one after the other. Of a row only the first
-    ``lengths[i]`` values (flattened) are coded; the rest decode to zero.
+    neighbours (except where a codec compresses all rows together, as ``int4:zstd`` does); the
+    payload is the rows' bytes, one after the other. Of a row only the first ``lengths[i]`` values
+    (flattened) are coded; the rest decode to zero.
 
     A subclass defines ``row_nbytes`` and either ``_encode_rows`` and ``_decode_rows``, or, to code
     rows of several lengths in one go, ``_encode_all`` and ``_decode_all``.

@@ -7,11 +7,17 @@ mean and the standard deviation with the Lloyd-Max levels, 3 to 5 dB better ther
 rounding is unbiased; on Gaussian values its relative error stays below the 0.707 of the AQ-SGD
 theorem (Wang et al. 2022) from 3 bits on and, at 2 bits, in the affine format with groups of at
 most 64 (0.64), not in the symmetric one (1.04) nor at 1 bit (2.1).
+
+With ``hadamard`` these bounds are those of the rotated values. With ``zstd`` the codes of all rows
+share a frame: the one case in which a row's bytes depend on its neighbours and on a library's
+version. What is decoded depends on neither.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,8 +25,10 @@ import torch
 from torch import Tensor
 
 from thinwire import native
+from thinwire.codecs import zstd
 from thinwire.codecs.base import Codec, Lengths, row_seeds, row_sizes, unfit_value
 from thinwire.errors import SpecError
+from thinwire.native import planes
 from thinwire.spec import register
 
 _SMALLEST_GROUP = 8
@@ -37,7 +45,11 @@ def _default_scale(codec: Integer) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Codec):
-    """Integers of ``bits`` bits; ``group`` values share a scale (``row``: the whole row)."""
+    """Integers of ``bits`` bits; ``group`` values share a scale (``row``: the whole row).
+
+    ``hadamard`` rotates each group first, so that an outlier is shared out among its neighbours.
+    ``zstd`` compresses the codes.
+    """
 
     bits: int
     group: int | Literal["row", ""] = dataclasses.field(
@@ -48,6 +60,8 @@ class Integer(Codec):
     scale: Literal["range", "std", ""] = dataclasses.field(
         default="", metadata={"derive": _default_scale}
     )
+    hadamard: bool = False
+    zstd: bool = False
 
     def __post_init__(self) -> None:
         if self.group == "":
@@ -91,6 +105,10 @@ class Integer(Codec):
         return self.round == "stochastic"
 
     @property
+    def fixed_size(self) -> bool:
+        return not self.zstd
+
+    @functools.cached_property
     def format(self) -> native.IntegerFormat:
         """What the kernels need to know."""
         return native.IntegerFormat(
@@ -99,14 +117,17 @@ class Integer(Codec):
             symmetric=self.symmetric,
             stochastic=self.round == "stochastic",
             std=self.scale == "std",
+            hadamard=self.hadamard,
         )
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return native.row_nbytes(n, self.format)
+        return native.row_nbytes(n, self.format) + (self.zstd and n > 0)
 
     def _encode_all(
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:
+        if self.zstd:
+            return self._encode_compressed(x2, sizes, seeds, out)
         x = x2.to(torch.float32) if x2.dtype == torch.float64 else x2
         if not (native.usable(x) and out.is_contiguous()):
             return super()._encode_all(x2, sizes, seeds, out)
@@ -114,9 +135,88 @@ class Integer(Codec):
         return out.numel() if place < 0 else -1 - place
 
     def _decode_all(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
+        if self.zstd:
+            return self._decode_compressed(payload, y2, sizes)
         if not native.usable(y2):
             return super()._decode_all(payload, y2, sizes)
         return native.decode(payload.contiguous(), sizes, self.format, y2)
+
+    @functools.cached_property
+    def _plain(self) -> Integer:
+        return dataclasses.replace(self, zstd=False)
+
+    def _encode_compressed(
+        self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
+    ) -> int | None:
+        """A byte 0 and the plain payload, or, where that is less, a byte 1, the parameters of all
+        rows as they are, and one zstd frame with all rows' codes; nothing where there is no value.
+        """
+        count, n = x2.shape
+        total = self._plain._payload_nbytes(count, n, sizes, x2.dtype)
+        if total == 0:
+            return 0
+        plain = out.new_empty(total)
+        written = self._plain._encode_all(x2, sizes, seeds, plain)
+        if written is None or written < 0:
+            return written
+        rows = self._rows_of(plain, count, n, sizes)
+        parameters = torch.cat([part.flatten() for part, _ in rows])
+        frame = zstd.compress(torch.cat([codes.flatten() for _, codes in rows]))
+        smaller = parameters.numel() + frame.numel() < total
+        parts = [parameters, frame] if smaller else [plain]
+        out[0] = int(smaller)
+        at = 1
+        for part in parts:
+            out[at : at + part.numel()] = part
+            at += part.numel()
+        return at
+
+    def _decode_compressed(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
+        count, n = y2.shape
+        total = self._plain._payload_nbytes(count, n, sizes, y2.dtype)
+        if total == 0:
+            return self._plain._decode_all(payload, y2, sizes)
+        flag = int(payload[0]) if payload.numel() else None
+        body = payload[1:]
+        if flag == 1:
+            plain = body.new_empty(total)
+            self._decompress(body, total, self._rows_of(plain, count, n, sizes))
+            body = plain
+        if flag not in (0, 1) or body.numel() != total:
+            raise ValueError(
+                f"codec {self}: a payload of {payload.numel()} bytes that starts with {flag}; "
+                f"expected 0 and {total} bytes, or 1 and compressed ones"
+            )
+        return self._plain._decode_all(body, y2, sizes)
+
+    def _decompress(self, body: Tensor, total: int, rows: list[tuple[Tensor, Tensor]]) -> None:
+        """Fill the ``rows`` of a plain payload of ``total`` bytes from a compressed one."""
+        at, code = 0, 0
+        first = sum(parameters.numel() for parameters, _ in rows)
+        try:
+            unpacked = zstd.decompress(body[first:], total - first).to(body.device)
+        except ValueError as error:
+            raise ValueError(f"codec {self}: {error}") from None
+        for parameters, codes in rows:
+            parameters.copy_(body[at : at + parameters.numel()].view(parameters.shape))
+            codes.copy_(unpacked[code : code + codes.numel()].view(codes.shape))
+            at, code = at + parameters.numel(), code + codes.numel()
+
+    def _rows_of(
+        self, plain: Tensor, count: int, n: int, sizes: list[int] | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Views of a plain payload: (parameters, codes) of each run of rows of one length."""
+        runs = [(n, count)]
+        if sizes is not None:
+            runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+        views, at = [], 0
+        for size, rows in runs:
+            width = native.row_nbytes(size, self.format)
+            codes = planes.packed_nbytes(size, self.bits)
+            part = plain[at : at + rows * width].view(rows, width)
+            views.append((part[:, : width - codes], part[:, width - codes :]))
+            at += rows * width
+        return views
 
     def encode_change(
         self,
@@ -126,7 +226,7 @@ class Integer(Codec):
         before: Sequence[Tensor],
         after: Sequence[Tensor],
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[tuple[float, float]]]:
         if not (self.fixed_size and native.usable(x)):
             return super().encode_change(x, lengths, seed, before, after, out)
         rows, n = x.shape
@@ -146,7 +246,7 @@ class Integer(Codec):
         )
         if place >= 0:
             raise unfit_value(x, self, lengths, rows, -1 - place)
-        return payload, energies
+        return payload, [(change, value) for change, value in energies.tolist()]
 
     def decode_change(
         self,

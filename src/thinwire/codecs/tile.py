@@ -21,9 +21,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, saturated
 from thinwire.errors import SpecError
-from thinwire.native import tile
+from thinwire.native import tile, tile_kernels
 from thinwire.spec import register
 
 
@@ -45,6 +45,26 @@ class Tile(Codec):
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         return tile.row_nbytes(n, self.format)
+
+    def _encode_all(
+        self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
+    ) -> int | None:
+        x = x2 if x2.dtype in tile_kernels.DTYPES else x2.to(torch.float32)
+        if not (tile_kernels.usable(x) and out.is_contiguous()):
+            return super()._encode_all(x2, sizes, seeds, out)
+        place = tile_kernels.encode(x, sizes, self.format, out)
+        return out.numel() if place < 0 else -1 - place
+
+    def _decode_all(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
+        known = y2.dtype in tile_kernels.DTYPES
+        y = y2 if known else y2.new_empty(y2.shape, dtype=torch.float32)
+        if not tile_kernels.usable(y):
+            return super()._decode_all(payload, y2, sizes)
+        if not tile_kernels.decode(payload.contiguous(), sizes, self.format, y):
+            return False
+        if not known:
+            y2.copy_(saturated(y, y2.dtype))
+        return True
 
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         return tile.encode_rows(x.to(torch.float32), self.format, seeds, out)

@@ -30,8 +30,15 @@ class _Format(ctypes.Structure):
     _fields_ = (("bits", ctypes.c_int32), ("flags", ctypes.c_int32), ("group", ctypes.c_int64))
 
 
-@functools.lru_cache(maxsize=1024)
 def _format(fmt: IntegerFormat) -> Any:
+    """``tw_format`` of a format, which keeps it: hashing six fields takes longer than a kernel."""
+    made = fmt.__dict__.get("_native")
+    if made is None:
+        made = fmt.__dict__["_native"] = _make_format(fmt)
+    return made
+
+
+def _make_format(fmt: IntegerFormat) -> Any:
     flags = _SYMMETRIC * fmt.symmetric | _STOCHASTIC * fmt.stochastic
     flags |= _STD * fmt.std | _HADAMARD * fmt.hadamard
     return ctypes.byref(_Format(fmt.bits, flags, fmt.group))
@@ -130,7 +137,7 @@ def encode(
 def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: IntegerFormat, y: Tensor) -> bool:
     """Decode into ``y`` [rows, n] with contiguous rows; zeros beyond each row's size.
 
-    Returns False, with ``y`` untouched, if a scale or offset in the payload is invalid.
+    Returns False, with ``y`` undefined, if a scale or offset in the payload is invalid.
     """
     rows, n = y.shape
     return (

@@ -16,6 +16,10 @@ Std scale: offset = mean (0 if symmetric), scale = the standard deviation (root 
 symmetric), value = offset + level(code) * scale, with the Gaussian Lloyd-Max levels at 1 and 2
 bits and the best uniform Gaussian quantizer above (J. Max, "Quantizing for minimum distortion",
 1960; the constants are recomputed by tests/native/test_reference.py).
+
+With ``hadamard`` it is the rotated groups that are encoded, and what is decoded is rotated back
+(see ``hadamard``). No code may then stand for more than 2**(127 - k), for 2**k the largest power
+of two within a group: sums of 2**k such values are finite.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from thinwire.native import noise, planes
+from thinwire.native import hadamard, noise, planes
 
 _BF16_MAX_BITS = 0x7F7F0000
 #: Groups with a scale below this are multiplied by 2**64 first: 1/scale would overflow.
@@ -58,10 +62,17 @@ class IntegerFormat:
     symmetric: bool
     stochastic: bool
     std: bool
+    hadamard: bool = False
 
     def groups(self, n: int) -> int:
         """Groups in a row of ``n`` values."""
         return -(-n // self.group) if self.group else int(n > 0)
+
+    def limit(self, n: int) -> float:
+        """The greatest magnitude that a code in a row of ``n`` > 0 values may stand for."""
+        if not self.hadamard:
+            return torch.finfo(torch.float32).max
+        return 2.0 ** (128 - (self.group or n).bit_length())
 
 
 def row_nbytes(n: int, fmt: IntegerFormat) -> int:
@@ -74,12 +85,14 @@ def encode_rows(x: Tensor, fmt: IntegerFormat, seeds: Tensor, out: Tensor) -> bo
     """Encode ``x`` [rows, n] float32 into ``out`` [rows, row_nbytes(n)] uint8.
 
     ``seeds`` [rows] int64 feed stochastic rounding. Returns False, with ``out`` undefined, if a
-    value is not finite or a group's range exceeds float32.
+    value is not finite or a group's range exceeds float32 (with hadamard: ``fmt.limit``).
     """
     n = x.shape[1]
     if x.numel() == 0:
         return True
     group = fmt.group or n
+    if fmt.hadamard:
+        x = hadamard.rotate(x, group)
     random = noise.uniform(seeds, n) if fmt.stochastic else None
     scales, offsets, codes = [], [], []
     for start, end, size in _spans(n, group):
@@ -94,7 +107,7 @@ def encode_rows(x: Tensor, fmt: IntegerFormat, seeds: Tensor, out: Tensor) -> bo
             scale, offset, code = _encode_std(part, lo, hi, fmt)
         else:
             scale, offset, code = _encode_range(part, lo, hi, fmt, rand)
-        if not _decodable(scale, offset, fmt):
+        if not _decodable(scale, offset, fmt, fmt.limit(n)):
             return False
         scales.append(scale)
         offsets.append(offset)
@@ -112,7 +125,8 @@ def encode_rows(x: Tensor, fmt: IntegerFormat, seeds: Tensor, out: Tensor) -> bo
 def decode_rows(payload: Tensor, n: int, fmt: IntegerFormat) -> Tensor | None:
     """Decode ``payload`` [rows, row_nbytes(n)] uint8 to [rows, n] float32.
 
-    Returns None if a scale in it is negative, or a code would not stand for a finite number.
+    Returns None if a scale in it is negative, or a code would not stand for a finite number (with
+    hadamard: one within ``fmt.limit``).
     """
     rows = payload.shape[0]
     if n == 0 or rows == 0:
@@ -124,7 +138,8 @@ def decode_rows(payload: Tensor, n: int, fmt: IntegerFormat) -> Tensor | None:
     if not fmt.symmetric:
         offsets = _typed(payload[:, at : at + 4 * count], torch.float32)
         at += 4 * count
-    if not _decodable(scales, torch.zeros_like(scales) if offsets is None else offsets, fmt):
+    base = torch.zeros_like(scales) if offsets is None else offsets
+    if not _decodable(scales, base, fmt, fmt.limit(n)):
         return None
     codes = planes.unpack(payload[:, at:], n, fmt.bits)
     y = torch.empty((rows, n), dtype=torch.float32, device=payload.device)
@@ -137,7 +152,7 @@ def decode_rows(payload: Tensor, n: int, fmt: IntegerFormat) -> Tensor | None:
         if offsets is not None:
             value.add_(offsets[:, first : first + groups, None])
         first += groups
-    return y
+    return hadamard.unrotate(y, fmt.group) if fmt.hadamard else y
 
 
 def _typed(packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,13 +167,13 @@ def _spans(n: int, group: int) -> list[tuple[int, int, int]]:
     return [*spans, (cut, n, n - cut)] if n > cut else spans
 
 
-def _decodable(scale: Tensor, offset: Tensor, fmt: IntegerFormat) -> bool:
-    """Whether every code of every group stands for a finite value."""
+def _decodable(scale: Tensor, offset: Tensor, fmt: IntegerFormat, limit: float) -> bool:
+    """Whether every code of every group stands for a value of a magnitude within ``limit``."""
     ends = torch.tensor([0, 2**fmt.bits - 1], dtype=torch.uint8, device=scale.device)
     levels = torch.empty(2, dtype=torch.float32, device=scale.device)
     _levels(ends, fmt, levels)
     values = scale[..., None] * levels + offset[..., None]
-    return bool((torch.isfinite(values).all(-1) & (scale >= 0)).all())
+    return bool(((values.abs() <= limit).all(-1) & (scale >= 0)).all())
 
 
 def _divide(x: Tensor, by: float) -> Tensor:

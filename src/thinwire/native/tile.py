@@ -187,7 +187,7 @@ def _widths(code: Tensor, n: int, fmt: TileFormat) -> Tensor:
 
 def _steps(t: Tensor, scale: Tensor, half: Tensor, negative: Tensor) -> Tensor:
     """The codes k + h, uint8, of the tiles ``t``, which are overwritten."""
-    tiny = scale < _TINY
+    tiny = (scale < _TINY) & (scale > 0)  # where it is 0, a lifted value might overflow
     lift = torch.where(tiny, torch.full_like(scale, _LIFT), torch.ones_like(scale))
     inverse = torch.where(scale > 0, half / (scale * lift), torch.zeros_like(scale))
     inverse = torch.where(negative, -inverse, inverse)

@@ -68,10 +68,24 @@ def _available(device: torch.device) -> bool:
     return not reason
 
 
-def usable(x: Tensor) -> bool:
-    """Whether the kernels are there and take ``x``'s device, dtype and size."""
+def usable(x: Tensor, *formats: Kept) -> bool:
+    """Whether the kernels are there and take ``x``'s device, dtype and size, and the formats.
+
+    They do not rotate: formats with ``hadamard`` are left to the eager twin.
+    """
     fits = x.device.type == "cuda" and x.dtype in _DTYPES and x.numel() < _MOST_VALUES
-    return fits and _available(x.device)
+    return fits and not any(map(_rotated, formats)) and _available(x.device)
+
+
+def _rotated(how: Kept) -> bool:
+    return isinstance(how, IntegerFormat) and how.hadamard
+
+
+def _refuse_rotated(*formats: Kept) -> None:
+    """Raise ValueError for formats that ``usable`` does not take: their flag would be lost."""
+    for how in formats:
+        if _rotated(how):
+            raise ValueError(f"the GPU kernels do not rotate, as {how} demands; use the eager twin")
 
 
 def encode(
@@ -82,6 +96,7 @@ def encode(
     Returns -1, or the place (row * n + index) of a value that cannot be coded, with ``out``
     undefined.
     """
+    _refuse_rotated(fmt)
     if x.numel() == 0:
         return -1
     x = _rows(x)
@@ -97,6 +112,7 @@ def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: IntegerFormat, y: 
 
     Returns False, with ``y`` untouched, if a scale or offset in the payload is invalid.
     """
+    _refuse_rotated(fmt)
     if y.numel() == 0:
         return True
     layout = _layout(y.shape[0], y.shape[1], sizes, fmt, y.device)
@@ -123,6 +139,7 @@ def delta_encode(
     in place. ``energies`` [rows, 2] float32 gets each row's energy of change and value. Returns -1,
     or the place of a value that cannot be coded, with ``out`` and ``after`` undefined.
     """
+    _refuse_rotated(fmt, how)
     if x.numel() == 0:
         if energies is not None:
             energies.zero_()
@@ -163,6 +180,7 @@ def delta_decode(
     ``y`` [rows, n] of any dtype that is coded, rows contiguous, gets what the receiver computes on.
     Returns False, with ``after`` and ``y`` undefined, if the payload or a sum is invalid.
     """
+    _refuse_rotated(fmt, how)
     rows, n = shape
     if rows == 0 or n == 0:
         return True

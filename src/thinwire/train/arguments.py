@@ -1,4 +1,7 @@
-"""The words after ``thinwire``: read into a configuration, or refused in one line."""
+"""The words after ``thinwire``: read into a configuration, or refused in one line.
+
+Those after ``thinwire bench`` are read by ``thinwire.bench.arguments``.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,14 @@ _EXAMPLES = """examples:
   thinwire train run.toml --forward 'delta(int2)' --link.rate 30mbit
   torchrun --nproc-per-node 2 -m thinwire train run.toml
 """
+_COMMANDS = {
+    "train": "train a model in pipeline stages whose links are compressed",
+    "bench": "measure what the codecs cost on this machine: thinwire bench codecs",
+    "selftest": "check that this machine computes the same bytes as all others",
+}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, but for its usage dump: errors become ``ConfigError``."""
 
     def error(self, message: str) -> NoReturn:
@@ -30,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def run(arguments: list[str]) -> int:
     """Run the command with these words; returns its exit code. Raises ConfigError."""
-    parser = _Parser(
+    parser = Parser(
         prog="thinwire",
         description="Train PyTorch models over slow networks.",
         epilog=_EXAMPLES,
@@ -38,7 +46,8 @@ def run(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
-    parser.add_argument("command", nargs="?", help="what to do: train")
+    described = "; ".join(f"{name}: {what}" for name, what in _COMMANDS.items())
+    parser.add_argument("command", nargs="?", help=described)
     if not arguments:
         parser.print_help()
         return 0
@@ -49,7 +58,7 @@ def run(arguments: list[str]) -> int:
         from thinwire.train import launch
 
         return launch.train(read_arguments(arguments[1:]))
-    raise ConfigError(f"unknown command '{options.command}'{nearest(options.command, ['train'])}")
+    raise ConfigError(f"unknown command '{options.command}'{nearest(options.command, _COMMANDS)}")
 
 
 def _version() -> str:
@@ -74,8 +83,8 @@ def read_arguments(arguments: Sequence[str]) -> Config:
     return configuration.build(values)
 
 
-def _train_parser(known: dict[str, Setting]) -> _Parser:
-    parser = _Parser(
+def _train_parser(known: dict[str, Setting]) -> Parser:
+    parser = Parser(
         prog="thinwire train",
         description="Train a model in pipeline stages whose links are compressed.",
         epilog=_EXAMPLES,

@@ -76,12 +76,13 @@ void for_pieces(const tw_format& f, const tw_format* reference, int64_t rows, in
   const bool parallel = threads > 1 && rows * n >= 2 * kValuesPerPiece;
   const int64_t unit = parallel && rows < 4 * threads ? unit_of(f, reference) : 0;
   const int64_t most = unit ? kValuesPerPiece / unit * unit : INT64_MAX;
+  const int64_t whole = kernels.row_nbytes(f, n);
   if (!parallel) {
     int64_t at = 0;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t length = lengths ? lengths[r] : n;
       if (length) work(Piece{r, length, 0, length, at});
-      at += kernels.row_nbytes(f, length);
+      at += lengths ? kernels.row_nbytes(f, length) : whole;
     }
     return;
   }
@@ -94,7 +95,7 @@ void for_pieces(const tw_format& f, const tw_format* reference, int64_t rows, in
       pieces.push_back({r, length, a, b, at});
       a = b;
     }
-    at += kernels.row_nbytes(f, length);
+    at += lengths ? kernels.row_nbytes(f, length) : whole;
   }
   // small rows go to a thread in batches
   const int64_t batch = std::max<int64_t>(1, static_cast<int64_t>(pieces.size()) / (8 * threads));
@@ -102,6 +103,37 @@ void for_pieces(const tw_format& f, const tw_format* reference, int64_t rows, in
   tw::Pool::instance().run(batches, threads, [&](int64_t k) {
     const int64_t end = std::min<int64_t>((k + 1) * batch, static_cast<int64_t>(pieces.size()));
     for (int64_t p = k * batch; p < end; ++p) work(pieces[p]);
+  });
+}
+
+// Calls work(row, values, byte in the payload) for every row that has values, on `threads` threads;
+// nbytes(values) says what a row takes.
+template <class N, class F>
+void for_rows(int64_t rows, int64_t n, const int64_t* lengths, int threads, const N& nbytes, const F& work) {
+  if (n == 0) return;  // there may be any number of empty rows
+  std::vector<int64_t> starts;
+  if (lengths) {
+    int64_t at = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      starts.push_back(at);
+      at += nbytes(lengths[r]);
+    }
+  }
+  const int64_t width = nbytes(n);
+  const auto run = [&](int64_t r) {
+    if (!lengths)
+      work(r, n, r * width);
+    else if (lengths[r])
+      work(r, lengths[r], starts[r]);
+  };
+  if (threads <= 1 || rows * n < 2 * kValuesPerPiece) {
+    for (int64_t r = 0; r < rows; ++r) run(r);
+    return;
+  }
+  const int64_t batch = std::max<int64_t>(1, rows / (8 * threads));
+  tw::Pool::instance().run((rows + batch - 1) / batch, threads, [&](int64_t k) {
+    const int64_t end = std::min(rows, (k + 1) * batch);
+    for (int64_t r = k * batch; r < end; ++r) run(r);
   });
 }
 
@@ -135,20 +167,10 @@ void clear_rest(void* y, int64_t rows, int64_t n, int64_t stride, const int64_t*
                 (n - lengths[r]) * dtype_size(dtype));
 }
 
-bool all_valid(const tw_format& f, const uint8_t* payload, int64_t rows, int64_t n, const int64_t* lengths) {
-  const auto& kernels = *levels().active;
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t length = lengths ? lengths[r] : n;
-    if (!kernels.valid(f, length, payload)) return false;
-    payload += kernels.row_nbytes(f, length);
-  }
-  return true;
-}
-
 }  // namespace
 
 // Raised whenever a function's arguments or a struct's layout change.
-TW_EXPORT int tw_abi_version() { return 1; }
+TW_EXPORT int tw_abi_version() { return 2; }
 
 // The levels that this machine can run, best first.
 TW_EXPORT int tw_level_count() { return levels().count; }
@@ -179,19 +201,21 @@ TW_EXPORT int64_t tw_encode(const tw_format* f, int dtype, const void* x, int64_
   return bad.get();
 }
 
-// Decode into y, whose values beyond each row's length become zero; returns -1, or 0 with y
-// untouched if the payload's parameters are invalid.
+// Decode into y, whose values beyond each row's length become zero; returns -1, or 0 with y undefined
+// if the payload's parameters are invalid.
 TW_EXPORT int64_t tw_decode(const tw_format* f, const uint8_t* payload, int dtype, void* y, int64_t rows, int64_t n,
                             int64_t stride, const int64_t* lengths, int threads) {
   if (n == 0) rows = 0;
-  if (!all_valid(*f, payload, rows, n, lengths)) return 0;
-  const auto decode = levels().active->decode;
+  First bad;
+  const auto& kernels = *levels().active;
   const bool streaming = rows * n * dtype_size(dtype) >= kStreamingBytes;
   for_pieces(*f, nullptr, rows, n, lengths, threads, [&](const Piece& p) {
-    decode(*f, payload + p.at, p.n, p.a, p.b, dtype, at_row(y, p.row, stride, dtype), streaming);
+    // a row's first piece answers for all of it, while it is on its way into the cache
+    if (p.a == 0 && !kernels.valid(*f, p.n, payload + p.at)) return bad.report(0);
+    kernels.decode(*f, payload + p.at, p.n, p.a, p.b, dtype, at_row(y, p.row, stride, dtype), streaming);
   });
   if (lengths) clear_rest(y, rows, n, stride, lengths, dtype);
-  return -1;
+  return bad.get();
 }
 
 // The AQ-SGD step: the change of x from the references `from` into `payload`, and the references
@@ -203,7 +227,10 @@ TW_EXPORT int64_t tw_delta_encode(const tw_format* f, int dtype, const void* x, 
                                   int64_t stride, const int64_t* lengths, int reference, const tw_format* packed,
                                   const void* const* from, void* const* to, const int64_t* seeds, uint8_t* payload,
                                   float* energies, int threads) {
-  if (n == 0) rows = 0;  // there may be any number of empty rows
+  if (n == 0) {
+    if (energies) std::memset(energies, 0, 2 * rows * sizeof *energies);
+    return -1;
+  }
   First bad;
   const auto& kernels = *levels().active;
   const int64_t blocks = (n + 255) / 256;
@@ -227,27 +254,28 @@ TW_EXPORT int64_t tw_delta_encode(const tw_format* f, int dtype, const void* x, 
 }
 
 // The receiver's half: references `from`, moved by the payload, into `to`, and as `dtype` into y, if
-// that is not null. Returns -1; 0 with nothing written if the payload's parameters are invalid; 1
-// with `to` and y undefined if a reference would not be finite.
+// that is not null. Returns -1, or 0 with `to` and y undefined if the payload's parameters are invalid
+// or a reference would not be finite.
 TW_EXPORT int64_t tw_delta_decode(const tw_format* f, const uint8_t* payload, int64_t rows, int64_t n,
                                   const int64_t* lengths, int reference, const tw_format* packed,
                                   const void* const* from, void* const* to, int dtype, void* y, int64_t stride,
                                   int threads) {
   if (n == 0) rows = 0;
-  if (!all_valid(*f, payload, rows, n, lengths)) return 0;
   First bad;
-  const auto step = levels().active->delta_decode;
+  const auto& kernels = *levels().active;
   const bool streaming = rows * n * dtype_size(dtype) >= kStreamingBytes;
   for_pieces(*f, packed, rows, n, lengths, threads, [&](const Piece& p) {
     void* const out = y ? at_row(y, p.row, stride, dtype) : nullptr;
-    if (step(*f, payload + p.at, {reference, packed}, from[p.row], to[p.row], p.n, p.a, p.b, dtype, out, streaming) >=
-        0)
+    if (p.a == 0 && !kernels.valid(*f, p.n, payload + p.at)) return bad.report(0);
+    if (kernels.delta_decode(*f, payload + p.at, {reference, packed}, from[p.row], to[p.row], p.n, p.a, p.b, dtype,
+                             out, streaming) >= 0)
       bad.report(0);
   });
   if (y && lengths) clear_rest(y, rows, n, stride, lengths, dtype);
-  return bad.get() < 0 ? -1 : 1;
+  return bad.get();
 }
 
 static const tw::TopKKernels& topk_kernels() { return levels().active->topk(); }
 
+#include "tile_api.h"
 #include "topk_api.h"

@@ -83,6 +83,7 @@ struct Values {
   static constexpr bool alternating = alternating_;
   const typename E::T* x;
   TW_INLINE Two at2(int64_t i) const { return E::template load2<alternating>(x + i); }
+  TW_INLINE Two at2(int64_t i, Two*) const { return at2(i); }
   TW_INLINE vf at(int64_t i) const { return E::load(x + i); }
   TW_INLINE vf part(int64_t i, int k) const { return load_part<E>(x + i, k); }
   // 2 W values from i on will be wanted soon.
@@ -94,9 +95,16 @@ struct Change {
   static constexpr bool alternating = alternating_;
   const typename E::T* x;
   const typename M::T* m;
+  vf one = hidden_one();
   TW_INLINE Two at2(int64_t i) const {
     const Two p = E::template load2<alternating>(x + i), q = M::template load2<alternating>(m + i);
-    return {p.a - q.a, p.b - q.b};
+    return {minus(p.a, q.a, one), minus(p.b, q.b, one)};
+  }
+  // Also what is subtracted, for the sink.
+  TW_INLINE Two at2(int64_t i, Two* reference) const {
+    const Two p = E::template load2<alternating>(x + i), q = M::template load2<alternating>(m + i);
+    *reference = {pinned(q.a), pinned(q.b)};
+    return {p.a - reference->a, p.b - reference->b};
   }
   TW_INLINE vf at(int64_t i) const { return E::load(x + i) - M::load(m + i); }
   TW_INLINE vf part(int64_t i, int k) const { return load_part<E>(x + i, k) - load_part<M>(m + i, k); }
@@ -142,14 +150,18 @@ struct Write {
 // finite values may exceed it). A watch may err on the side of suspicion.
 struct F32Reference : F32 {
   struct Watch {
-    vf total = vf{}, one = hidden_one();
-    TW_INLINE void see(vf y) { total = plus(y, total, one); }
-    bool suspicious() const { return !all_finite(total); }
+    Two total{};
+    vf one = hidden_one();
+    TW_INLINE void see(vf y) { total.a = plus(y, total.a, one); }
+    TW_INLINE void see(Two y) {
+      total.a = plus(y.a, total.a, one);
+      total.b = plus(y.b, total.b, one);
+    }
+    bool suspicious() const { return !all_finite(total.a) || !all_finite(total.b); }
   };
   template <bool alternating>
   static TW_INLINE void keep2(T* p, Two y, Watch& watch) {
-    watch.see(y.a);
-    watch.see(y.b);
+    watch.see(y);
     store2<alternating>(p, y);
   }
   static TW_INLINE void keep(T* p, vf y, Watch& watch) {
@@ -161,33 +173,32 @@ struct F32Reference : F32 {
 
 struct B16Reference : B16 {
   struct Watch {
-    vi most = vi{};
-    TW_INLINE void see(vi rounded) {
-      const vi a = rounded & 0x7FFFFFFF;
-      most = a > most ? a : most;
+    vs most = vs{};  // of the halves' magnitudes, which are not negative
+    TW_INLINE void see(vi halves) {
+      const vs magnitude = reinterpret_cast<vs>(halves & 0x7FFF7FFF);
+      most = magnitude > most ? magnitude : most;
     }
     bool suspicious() const {
-      for (int k = 0; k < W; ++k)
-        if (most[k] >= 0x7F800000) return true;
+      for (int k = 0; k < 2 * W; ++k)
+        if (most[k] >= 0x7F80) return true;
       return false;
     }
   };
   template <bool alternating>
   static TW_INLINE void keep2(T* p, Two y, Watch& watch) {
-    const vi a = rounded(y.a), b = rounded(y.b);
-    watch.see(a);
-    watch.see(b);
+    const vi a = shift_right(rounded(y.a), 16), b = rounded(y.b) & ~0xFFFF;
+    watch.see(a | b);
     if constexpr (alternating) {
-      TW_NS::store(p, shift_right(a, 16) | (b & ~0xFFFF));
+      TW_NS::store(p, a | b);
     } else {
-      store_halves(p, shift_right(a, 16));
+      store_halves(p, a);
       store_halves(p + W, shift_right(b, 16));
     }
   }
   static TW_INLINE void keep(T* p, vf y, Watch& watch) {
-    const vi a = rounded(y);
+    const vi a = shift_right(rounded(y), 16);
     watch.see(a);
-    store_halves(p, shift_right(a, 16));
+    store_halves(p, a);
   }
   static bool finite(T x) { return (x & 0x7F80) != 0x7F80; }
 };
@@ -203,7 +214,11 @@ struct Move {
 
   template <bool alternating>
   TW_INLINE void put2(int64_t i, Two value) {
-    const Two m = M::template load2<alternating>(from + i);
+    move2<alternating>(i, M::template load2<alternating>(from + i), value);
+  }
+  // With the reference's values at i.
+  template <bool alternating>
+  TW_INLINE void move2(int64_t i, Two m, Two value) {
     const Two y = {m.a + value.a, m.b + value.b};
     M::template keep2<alternating>(to + i, y, watch);
     next.template put2<alternating>(i, y);
@@ -363,8 +378,7 @@ struct Quantizer {
       if constexpr (!plain) t *= lift;
       t *= inverse;
       if constexpr (stochastic) {
-        t += noise;
-        if constexpr (!plain) t = clamp(t);
+        t = clamp(t + noise);  // a little more than the top level, and noise near 1, would pass it
         vi floor = truncate(t);
         if constexpr (mode == kSymmetric) floor += (to_float(floor) > t) + bias;  // true is -1
         return floor;
@@ -393,13 +407,14 @@ TW_INLINE void quantize(const Q& quantizer, const D& dequantizer, const S& sourc
                         const Noise& noise, uint8_t* codes, Sink& sink, int64_t ahead) {
   constexpr bool alternating = S::alternating;
   const auto pair = [&](int64_t i, vi* code) __attribute__((always_inline)) {
-    source.prefetch(i + 2 * ahead);
-    const Two x = source.at2(i);
+    source.prefetch(i + ahead);
+    Two m{};
+    const Two x = source.at2(i, &m);
     Two r{};
     if constexpr (stochastic) r = noise.template at2<alternating>(i);
     code[0] = quantizer(x.a, r.a);
     code[1] = quantizer(x.b, r.b);
-    if constexpr (Sink::wants) sink.template put2<alternating>(i, {dequantizer(code[0]), dequantizer(code[1])});
+    if constexpr (Sink::wants) sink.template move2<alternating>(i, m, {dequantizer(code[0]), dequantizer(code[1])});
   };
   int64_t i = a;
   for (; i + 4 * W <= b; i += 4 * W) {
@@ -627,22 +642,25 @@ class Encoder {
   int64_t run(int64_t a, int64_t b) {
     const int64_t group = layout.group;
     const int64_t most = group % (2 * W) ? 0 : std::min<int64_t>(W, Pending::kMost / group);
+    int64_t g = a / group, whole = (b - a) / group;  // the next group, and whole ones left
     for (int64_t start = a; start < b;) {
-      const int count = static_cast<int>(std::min<int64_t>((b - start) / group, most));
-      if (count > 1 && (group == 128 ? batch<128>(start, count) : batch<0>(start, count))) {
+      const int count = static_cast<int>(std::min(whole, most));
+      if (count > 1 && (group == 128 ? batch<128>(start, g, count) : batch<0>(start, g, count))) {
         start += count * group;
+        g += count;
+        whole -= count;
         continue;
       }
       // the careful way, for as many groups as a batch would have had
-      for (int k = 0; k < W && start < b; ++k, start += group) {
+      for (int k = 0; k < W && start < b; ++k, ++g, --whole, start += group) {
         const int64_t end = std::min(start + group, b);
-        Group g;
-        if (!measure<mode>(source, start, end, bits, layout.symmetric, &g)) return worst_of(source, start, end);
-        layout.put(row, start / group, g.scale, g.offset);
-        if (g.plain)
-          code<true>(g, start, end);
+        Group one;
+        if (!measure<mode>(source, start, end, bits, layout.symmetric, &one)) return worst_of(source, start, end);
+        layout.put(row, g, one.scale, one.offset);
+        if (one.plain)
+          code<true>(one, start, end);
         else
-          code<false>(g, start, end);
+          code<false>(one, start, end);
       }
     }
     if (pending.filled) pending.flush(pending.filled);
@@ -674,10 +692,10 @@ class Encoder {
     sink = to;
   }
 
-  // `count` whole groups from `start`; false, with nothing done, if one of them needs care. `size`:
-  // the groups' size where it is known beforehand.
+  // `count` whole groups from number `first`, at `start`; false, with nothing done, if one of them
+  // needs care. `size`: the groups' size where it is known beforehand.
   template <int size>
-  bool batch(int64_t start, int count) {
+  bool batch(int64_t start, int64_t first, int count) {
     const int64_t group = size ? size : layout.group;
     const S from = source;
     vf scale, offset, step;
@@ -685,8 +703,7 @@ class Encoder {
       vf lo[W], hi[W];
       Two total{};
       for (int g = 0; g < count; ++g) range2(from, start + g * group, start + (g + 1) * group, &lo[g], &hi[g], &total);
-      for (int g = count; g < W; ++g) lo[g] = lo[0], hi[g] = hi[0];
-      const vf least_ = fold_lanes(lo, least) + splat(0.0f), greatest_ = fold_lanes(hi, greatest) + splat(0.0f);
+      const vf least_ = fold_lanes(lo, count, least) + splat(0.0f), greatest_ = fold_lanes(hi, count, greatest) + splat(0.0f);
       const float top = static_cast<float>(mode == kAffine ? (1 << bits) - 1 : (1 << (bits - 1)) - 1);
       const vf range = mode == kAffine ? greatest_ - least_ : absolute(greatest(greatest_, -least_));
       scale = rounded_up(range / splat(top));
@@ -694,7 +711,7 @@ class Encoder {
       step = scale;
       // none lifted (one of equal values may be), no code above the top one, all decodable
       const vi good = (range == 0) | ((step >= splat(kTiny)) & (range * (splat(1.0f) / step) < splat(top + 0.5f)));
-      const vf sums = (total.a + total.b) + (greatest_ - least_) + (scale * splat(top) + offset);
+      const vf sums = (total.a + total.b) + (greatest_ - least_) + (scale * splat(top_level(mode, bits)) + offset);
       if (!all_true(good) || !all_finite(sums)) return false;
     } else {
       vf mean[W], squares[W];
@@ -707,7 +724,7 @@ class Encoder {
       const vf ends = (scale * splat(top_level(mode, bits)) + offset) + (scale * splat(bottom_level(mode, bits)) + offset);
       if (!all_true(good) || !all_finite(ends)) return false;
     }
-    layout.put(row, start / group, count, scale, offset);
+    layout.put(row, first, count, scale, offset);
     float scales[W], offsets[W], inverses[W];
     store(scales, scale);
     store(offsets, offset);
@@ -754,8 +771,7 @@ class Encoder {
     if (!layout.symmetric) {
       for (int g = 0; g < count; ++g)
         mean[g] = halved<vectors>(from, start + g * group, 0, 1, [](vf x) __attribute__((always_inline)) { return x; });
-      for (int g = count; g < W; ++g) mean[g] = mean[0];
-      mean[0] = fold_lanes(mean, sum) / splat(static_cast<float>(group));
+      mean[0] = fold_lanes(mean, count, sum) / splat(static_cast<float>(group));
       store(middle, mean[0]);
     }
     for (int g = 0; g < count; ++g) {
@@ -765,8 +781,7 @@ class Encoder {
         return c * c;
       });
     }
-    for (int g = count; g < W; ++g) squares[g] = squares[0];
-    squares[0] = fold_lanes(squares, sum);
+    squares[0] = fold_lanes(squares, count, sum);
   }
   template <int size>
   TW_INLINE bool sums(const S& from, int64_t start, int count, vf* mean, vf* squares) const {
@@ -787,13 +802,23 @@ inline bool valid_row(const tw_format& f, int64_t n, const uint8_t* row) {
   const Row layout(f, n);
   const Mode mode = mode_of(f);
   const float bottom = bottom_level(mode, f.bits), top = top_level(mode, f.bits);
-  bool valid = true;
-  for (int64_t g = 0; g < layout.groups; ++g) {
+  vi good = ~vi{};
+  const auto check = [&](vf scale, vf offset) __attribute__((always_inline)) {
+    const vi low = bits_of(scale * splat(bottom) + offset), high = bits_of(scale * splat(top) + offset);
+    good &= ((low & 0x7F800000) != 0x7F800000) & ((high & 0x7F800000) != 0x7F800000) & (scale >= 0);
+  };
+  int64_t g = 0;
+  for (; g + W <= layout.groups; g += W) {
+    uint16_t halves[W];
+    std::memcpy(halves, row + 2 * g, sizeof halves);
+    check(B16::load(halves), layout.symmetric ? vf{} : load<vf>(row + layout.offsets + 4 * g));
+  }
+  for (; g < layout.groups; ++g) {
     float scale, offset;
     layout.get(row, g, &scale, &offset);
-    valid &= is_finite(scale * bottom + offset) & is_finite(scale * top + offset) & (scale >= 0);
+    check(splat(scale), splat(offset));
   }
-  return valid;
+  return all_true(good);
 }
 
 // The values of codes[0 …], which stand at [a, b), into the sink.

@@ -6,7 +6,10 @@
 #define TW_NS TW_JOIN(level_, TW_LEVEL)
 
 #include "level.h"
+#include "hadamard.h"
 #include "integer.h"
+#include "scratch.h"
+#include "tile.h"
 #include "topk_entry.h"
 
 namespace tw {
@@ -73,8 +76,8 @@ int64_t encode_from(const tw_format& f, int64_t n, int64_t a, int64_t b, int64_t
   });
 }
 
-int64_t encode(const tw_format& f, int dtype, const void* x, int64_t n, int64_t a, int64_t b, int64_t seed,
-               uint8_t* row) {
+int64_t plain_encode(const tw_format& f, int dtype, const void* x, int64_t n, int64_t a, int64_t b, int64_t seed,
+                     uint8_t* row) {
   return with_dtype(dtype, [&](auto e) {
     typedef decltype(e) E;
     const Values<E, std::is_same<E, B16>::value> source{as<E>(x)};
@@ -98,8 +101,8 @@ bool can_stream(const tw_format& f, int64_t n, const void* y) {
   return reinterpret_cast<uintptr_t>(y) % (4 * W) == 0 && Row(f, n).group % W == 0;
 }
 
-void decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t a, int64_t b, int dtype, void* y,
-            bool streaming) {
+void plain_decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t a, int64_t b, int dtype, void* y,
+                  bool streaming) {
   if (dtype == TW_F32 && streaming && can_stream(f, n, y)) {
     Write<F32, true> sink{as<F32>(y)};
     return decode_into(f, n, a, b, row, sink);
@@ -141,26 +144,170 @@ int64_t plain_delta_decode(const tw_format& f, const uint8_t* row, Reference ref
   });
 }
 
-// Packed references are worked on span by span, as floats that stay in the cache.
+// Rotated values, and packed references, are worked on span by span, as floats that stay in the cache.
 
 constexpr int64_t kSpan = 4096;
 constexpr Reference kPlain = {TW_F32, nullptr};
 
-int64_t span_of(const tw_format& f, const tw_format& reference, int64_t n) {
-  if (f.group == 0 || reference.group == 0) return n;
+int64_t span_of(const tw_format& f, const tw_format& other, int64_t n) {
+  if (f.group == 0 || other.group == 0) return n;
   int64_t span = f.group;
-  while (span % kBlock || span % reference.group) {
+  while (span % kBlock || span % other.group) {
     span += f.group;
     if (span > 4 * kSpan) return n;
   }
   return std::max(span, kSpan / span * span);
 }
 
-// `n` floats that belong to this thread.
-float* scratch(int64_t n) {
-  static thread_local std::vector<float> floats;
-  if (static_cast<int64_t>(floats.size()) < n + W) floats.resize(n + W);
-  return floats.data();
+// Calls step(start, end, floats) for spans of [a, b), each a multiple of both formats' groups, with
+// room for its values at floats[start …]; ends with the first place reported.
+template <class Step>
+int64_t for_spans(const tw_format& f, const tw_format& other, Slot slot, int64_t n, int64_t a, int64_t b,
+                  const Step& step) {
+  const int64_t span = span_of(f, other, n);
+  float* const floats = static_cast<float*>(scratch(slot, (std::min(span, b - a) + W) * 4));
+  for (int64_t start = a; start < b; start += span) {
+    const int64_t bad = step(start, std::min(start + span, b), floats - start);
+    if (bad >= 0) return bad;
+  }
+  return -1;
+}
+
+bool is_rotated(const tw_format& f) { return f.flags & TW_HADAMARD; }
+
+tw_format without_rotation(tw_format f) {
+  f.flags &= ~TW_HADAMARD;
+  return f;
+}
+
+// What every decoded value of a rotated row has to stay within: turned back, it cannot overflow.
+float rotatable(const Row& layout) {
+  int exponent = 127;
+  for (int64_t size = layout.group; size > 1; size /= 2) --exponent;
+  return std::ldexp(1.0f, exponent);
+}
+
+// The start of the first group of [a, b) with values beyond that, or -1.
+int64_t beyond_rotation(const tw_format& f, int64_t n, int64_t a, int64_t b, const uint8_t* row) {
+  const Row layout(f, n);
+  const Mode mode = mode_of(f);
+  const float bottom = bottom_level(mode, f.bits), top = top_level(mode, f.bits), limit = rotatable(layout);
+  for (int64_t start = a; start < b; start += layout.group) {
+    float scale, offset;
+    layout.get(row, start / layout.group, &scale, &offset);
+    const float lowest = std::fabs(scale * bottom + offset), highest = std::fabs(scale * top + offset);
+    if (!(lowest <= limit && highest <= limit)) return start;
+  }
+  return -1;
+}
+
+bool valid(const tw_format& f, int64_t n, const uint8_t* row) {
+  return valid_row(f, n, row) && (!is_rotated(f) || beyond_rotation(f, n, 0, n, row) < 0);
+}
+
+template <class S>
+void rotate(const S& source, int64_t a, int64_t b, int64_t group, float* floats) {
+  for_signs(a, b, [&](int64_t i, uint32_t word) __attribute__((always_inline)) {
+    if (i + W <= b) {
+      store(floats + i, turned_by(source.at(i), word));
+    } else {
+      const int k = static_cast<int>(b - i);
+      store_part<F32>(floats + i, turned_by(source.part(i, k), word), k);
+    }
+  });
+  transform_groups(floats + a, b - a, group);
+}
+
+template <class Sink>
+void unrotate(float* floats, int64_t a, int64_t b, int64_t group, Sink& out) {
+  Sink sink = out;  // a local one, whose parts can stay in registers
+  transform_groups(floats + a, b - a, group);
+  for_signs(a, b, [&](int64_t i, uint32_t word) __attribute__((always_inline)) {
+    const vf value = turned_by(load<vf>(floats + i), word);
+    if (i + W <= b)
+      sink.put(i, value);
+    else
+      sink.put_part(i, value, static_cast<int>(b - i));
+  });
+  out = sink;
+}
+
+// Encodes the rotated values of the source; then calls after(start, end, floats), floats being free.
+template <class S, class After>
+int64_t rotated_encode(const tw_format& f, int64_t n, int64_t a, int64_t b, int64_t seed, const S& source,
+                       uint8_t* row, const After& after) {
+  const int64_t group = Row(f, n).group;
+  return for_spans(f, f, kRotatedSlot, n, a, b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
+    rotate(source, start, end, group, floats);
+    int64_t bad = plain_encode(without_rotation(f), TW_F32, floats, n, start, end, seed, row);
+    if (bad < 0) bad = beyond_rotation(f, n, start, end, row);
+    if (bad < 0) return after(start, end, floats);
+    const int64_t first = bad / group * group;
+    return worst_of(source, first, std::min(first + group, end));
+  });
+}
+
+template <class Sink>
+void rotated_decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t start, int64_t end, float* floats,
+                    Sink& sink) {
+  plain_decode(without_rotation(f), row, n, start, end, TW_F32, floats, false);
+  unrotate(floats, start, end, Row(f, n).group, sink);
+}
+
+int64_t encode(const tw_format& f, int dtype, const void* x, int64_t n, int64_t a, int64_t b, int64_t seed,
+               uint8_t* row) {
+  if (!is_rotated(f)) return plain_encode(f, dtype, x, n, a, b, seed, row);
+  return with_dtype(dtype, [&](auto e) {
+    const Values<decltype(e), false> source{as<decltype(e)>(x)};
+    return rotated_encode(f, n, a, b, seed, source, row, [](int64_t, int64_t, float*) -> int64_t { return -1; });
+  });
+}
+
+void decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t a, int64_t b, int dtype, void* y,
+            bool streaming) {
+  if (!is_rotated(f)) return plain_decode(f, row, n, a, b, dtype, y, streaming);
+  const auto into = [&](auto sink) {
+    for_spans(f, f, kRotatedSlot, n, a, b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
+      rotated_decode(f, row, n, start, end, floats, sink);
+      return -1;
+    });
+  };
+  if (dtype == TW_F32 && streaming && reinterpret_cast<uintptr_t>(y) % (4 * W) == 0)
+    return into(Write<F32, true>{as<F32>(y)});
+  with_dtype(dtype, [&](auto e) { into(Write<decltype(e), false>{as<decltype(e)>(y)}); });
+}
+
+int64_t rotated_delta_encode(const tw_format& f, int dtype, const void* x, Reference reference, const void* from,
+                             void* to, int64_t n, int64_t a, int64_t b, int64_t seed, uint8_t* row) {
+  return with_wide_dtype(dtype, [&](auto e) {
+    return with_reference(reference, [&](auto r) {
+      typedef decltype(e) E;
+      typedef decltype(r) M;
+      const Change<E, M, false> source{as<E>(x), as<M>(from)};
+      return rotated_encode(f, n, a, b, seed, source, row, [&](int64_t start, int64_t end, float* floats) -> int64_t {
+        Move<M, Nowhere> sink{as<M>(from), as<M>(to), {}};
+        rotated_decode(f, row, n, start, end, floats, sink);
+        return sink.finite(start, end) ? -1 : worst_of(Values<E, false>{as<E>(x)}, start, end);
+      });
+    });
+  });
+}
+
+int64_t rotated_delta_decode(const tw_format& f, const uint8_t* row, Reference reference, const void* from, void* to,
+                             int64_t n, int64_t a, int64_t b, int dtype, void* y) {
+  return with_reference(reference, [&](auto r) -> int64_t {
+    typedef decltype(r) M;
+    const auto run = [&](auto next) -> int64_t {
+      return for_spans(f, f, kRotatedSlot, n, a, b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
+        Move<M, decltype(next)> sink{as<M>(from), as<M>(to), next};
+        rotated_decode(f, row, n, start, end, floats, sink);
+        return sink.finite(start, end) ? -1 : start;
+      });
+    };
+    if (y == nullptr) return run(Nowhere{});
+    if (dtype == TW_BF16) return run(Write<B16, false>{as<B16>(y)});
+    return run(Write<F32, false>{as<F32>(y)});
+  });
 }
 
 // Calls step(start, end, floats) with the reference's values [start, end), which lie at
@@ -168,32 +315,32 @@ float* scratch(int64_t n) {
 template <class Step>
 int64_t over_spans(const tw_format& f, const tw_format& packed, const void* from, void* to, int64_t n, int64_t a,
                    int64_t b, const Step& step) {
-  const int64_t span = span_of(f, packed, n);
-  float* const floats = scratch(std::min(span, b - a));
-  for (int64_t start = a; start < b; start += span) {
-    const int64_t end = std::min(start + span, b);
-    float* const values = floats - start;
+  return for_spans(f, packed, kReferenceSlot, n, a, b, [&](int64_t start, int64_t end, float* values) -> int64_t {
     decode(packed, static_cast<const uint8_t*>(from), n, start, end, TW_F32, values, false);
     int64_t bad = step(start, end, values);
     if (bad < 0 && to) bad = encode(packed, TW_F32, values, n, start, end, 0, static_cast<uint8_t*>(to));
-    if (bad >= 0) return bad;
-  }
-  return -1;
+    return bad;
+  });
 }
 
 int64_t delta_encode(const tw_format& f, int dtype, const void* x, Reference reference, const void* from, void* to,
                      int64_t n, int64_t a, int64_t b, int64_t seed, uint8_t* row) {
-  if (!reference.packed) return plain_delta_encode(f, dtype, x, reference, from, to, n, a, b, seed, row);
+  const auto encode_change = is_rotated(f) ? rotated_delta_encode : plain_delta_encode;
+  if (!reference.packed) return encode_change(f, dtype, x, reference, from, to, n, a, b, seed, row);
   return over_spans(f, *reference.packed, from, to, n, a, b, [&](int64_t start, int64_t end, float* values) {
-    return plain_delta_encode(f, dtype, x, kPlain, values, values, n, start, end, seed, row);
+    return encode_change(f, dtype, x, kPlain, values, values, n, start, end, seed, row);
   });
 }
 
 int64_t delta_decode(const tw_format& f, const uint8_t* row, Reference reference, const void* from, void* to,
                      int64_t n, int64_t a, int64_t b, int dtype, void* y, bool streaming) {
-  if (!reference.packed) return plain_delta_decode(f, row, reference, from, to, n, a, b, dtype, y, streaming);
+  const auto decode_change = [&](Reference m, const void* before, void* after, int64_t start, int64_t end) {
+    if (is_rotated(f)) return rotated_delta_decode(f, row, m, before, after, n, start, end, dtype, y);
+    return plain_delta_decode(f, row, m, before, after, n, start, end, dtype, y, streaming);
+  };
+  if (!reference.packed) return decode_change(reference, from, to, a, b);
   return over_spans(f, *reference.packed, from, to, n, a, b, [&](int64_t start, int64_t end, float* values) {
-    return plain_delta_decode(f, row, kPlain, values, values, n, start, end, dtype, y, streaming);
+    return decode_change(kPlain, values, values, start, end);
   });
 }
 
@@ -239,7 +386,8 @@ float total(float* sums, int64_t count) {
 
 extern "C" const tw::Kernels* TW_JOIN(tw_kernels_, TW_LEVEL)() {
   using namespace tw::TW_NS;
-  static const tw::Kernels table = {TW_STRING(TW_LEVEL), row_nbytes,   encode,   valid_row, decode,
-                                    delta_encode,        delta_decode, energies, total,     topk_table};
+  static const tw::Kernels table = {TW_STRING(TW_LEVEL), row_nbytes,   encode,   valid, decode,
+                                    delta_encode,        delta_decode, energies, total, topk_table,
+                                    tile_table};
   return &table;
 }

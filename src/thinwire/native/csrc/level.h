@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "tile_types.h"
 #include "topk_types.h"
 
 // How a row of values becomes integers (native.IntegerFormat). group = 0: the whole row.
@@ -47,6 +48,7 @@ struct Kernels {
   // The sum of sums[0 … count) by halving; overwrites them.
   float (*total)(float* sums, int64_t count);
   const TopKKernels& (*topk)();
+  const TileKernels& (*tile)();
 };
 
 }  // namespace tw

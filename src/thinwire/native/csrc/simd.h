@@ -28,6 +28,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef int16_t vs __attribute__((vector_size(4 * W)));
 typedef uint8_t vb __attribute__((vector_size(W)));
 
 template <class V>
@@ -94,6 +95,19 @@ TW_INLINE vf plus(vf a, vf b, vf one) {
 #else
   (void)one;
   return a + b;
+#endif
+}
+
+TW_INLINE vf minus(vf a, vf b, vf one) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vf>(_mm512_fnmadd_ps(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(one),
+                                               reinterpret_cast<__m512>(a)));
+#elif defined(__FMA__)
+  return reinterpret_cast<vf>(_mm256_fnmadd_ps(reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(one),
+                                               reinterpret_cast<__m256>(a)));
+#else
+  (void)one;
+  return a - b;
 #endif
 }
 
@@ -412,8 +426,6 @@ TW_INLINE void store_part(typename E::T* p, vf x, int k) {
   for (int j = 0; j < k; ++j) p[j] = lanes[j];
 }
 
-// Folds the lanes of each of W vectors to one, by halves; lane k of the result is vector k's.
-
 TW_INLINE vf pick(vf a, vf b, vi index) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vf>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512i>(index),
@@ -428,27 +440,38 @@ TW_INLINE vf pick(vf a, vf b, vi index) {
 }
 
 template <int segment, class Fold>
-TW_INLINE void fold_level(vf* v, const Fold& fold) {
+TW_INLINE int fold_level(vf* v, int live, const Fold& fold) {
   vi low, high;
   for (int p = 0; p < W; ++p) {
     const int half = segment / 2, group = p / half, per = W / segment;
     low[p] = (group < per ? group * segment : W + (group - per) * segment) + p % half;
     high[p] = low[p] + half;
   }
-  for (int k = 0; k < segment / 2; ++k) v[k] = fold(pick(v[2 * k], v[2 * k + 1], low), pick(v[2 * k], v[2 * k + 1], high));
+  const int left = (live + 1) / 2;
+  for (int k = 0; k < left; ++k) {
+    const vf a = v[2 * k], b = v[2 * k + 1 < live ? 2 * k + 1 : 2 * k];
+    v[k] = fold(pick(a, b, low), pick(a, b, high));
+  }
+  return left;
 }
 
+// Folds the lanes of each of `count` vectors (at most W) to one, by halves: lane k of the result is
+// vector k's, and those beyond hold some of the same.
 template <class Fold>
-TW_INLINE vf fold_lanes(vf* v, const Fold& fold) {
+TW_INLINE vf fold_lanes(vf* v, int count, const Fold& fold) {
 #if defined(__AVX512F__)
-  fold_level<16>(v, fold);
+  count = fold_level<16>(v, count, fold);
 #endif
 #if defined(__AVX2__)
-  fold_level<8>(v, fold);
+  count = fold_level<8>(v, count, fold);
 #endif
-  fold_level<4>(v, fold);
-  fold_level<2>(v, fold);
+  count = fold_level<4>(v, count, fold);
+  fold_level<2>(v, count, fold);
   return v[0];
+}
+template <class Fold>
+TW_INLINE vf fold_lanes(vf* v, const Fold& fold) {
+  return fold_lanes(v, W, fold);
 }
 
 }  // namespace TW_NS
