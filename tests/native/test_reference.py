@@ -91,3 +91,9 @@ def test_a_zero_group_has_the_same_bytes_whatever_the_signs_of_its_zeros():
                 assert reference.encode_rows(x, fmt, torch.zeros(1, dtype=torch.int64), out)
                 scales.add(bytes(out[0, : 2 if symmetric else 6].tolist()))
             assert scales == {bytes(2 if symmetric else 6)}
+
+
+def test_square_roots_are_correctly_rounded():
+    squares = torch.tensor([16509855334400.0, 2.0, 0.25, 1e-30])
+    expected = [math.sqrt(v) for v in squares.tolist()]
+    assert reference._root(squares).tolist() == torch.tensor(expected).tolist()

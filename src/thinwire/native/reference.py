@@ -181,6 +181,12 @@ def _divide(x: Tensor, by: float) -> Tensor:
     return x / torch.full((), by, dtype=x.dtype, device=x.device)
 
 
+def _root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded: torch's own in float32 may be off by a unit (measured),
+    which in float64 is too little to matter."""
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
 def _round_up_bf16(x: Tensor) -> Tensor:
     """The least bfloat16 not below each x >= 0, as float32 (largest finite at the top)."""
     bits = x.view(torch.int32)
@@ -239,7 +245,7 @@ def _encode_std(
         scaled = _moments(x * (1.0 / unit)[:, :, None], fmt)
         mean = torch.where(extreme, scaled[0], mean)
         squares = torch.where(extreme, scaled[1], squares)
-    scale = _round_up_bf16(torch.sqrt(_divide(squares, size)) * unit)
+    scale = _round_up_bf16(_root(_divide(squares, size)) * unit)
     # -0.0 would make the offset's bytes depend on the sign of a zero sum
     offset = mean * unit + 0.0
     d = x - offset[:, :, None]
