@@ -105,7 +105,7 @@ bool fuzz_decode(Random& random) {
     require(gaps_untouched(s, y.data()), "tw_decode: wrote between rows");
     if (is_first) answer = found, std::memcpy(first.data(), y.data(), static_cast<size_t>(y.nbytes()));
     require(found == answer, "tw_decode: levels disagree about validity");
-    require(same_rows(s, y.data(), first.data()), "tw_decode: levels decode differently");
+    require(found >= 0 || same_rows(s, y.data(), first.data()), "tw_decode: levels decode differently");
   });
   return answer < 0;
 }
@@ -461,7 +461,7 @@ int main(int argc, char** argv) {
   for (int k = 0; k < tw_level_count(); ++k) levels += std::string(" ") + tw_level_name(k);
 #ifdef SANITIZED
   const char* const how = "with sanitizers";
-  __sanitizer_set_death_callback(last_words);
+  signal(SIGABRT, on_signal);
 #else
   const char* const how = "between guard pages";
   for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) signal(number, on_signal);

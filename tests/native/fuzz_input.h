@@ -25,7 +25,11 @@
 #endif
 #ifdef SANITIZED
 #include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
+// Both abort, so that the last words are said, which name the iteration.
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "abort_on_error=1"; }
+extern "C" __attribute__((visibility("default"))) const char* __ubsan_default_options() {
+  return "abort_on_error=1:print_stacktrace=1";
+}
 #endif
 
 namespace {
@@ -132,13 +136,11 @@ void require(bool condition, const char* what) {
   if (!condition) fail(what);
 }
 
-#ifndef SANITIZED
 void on_signal(int number) {
   last_words();
   signal(number, SIG_DFL);
   raise(number);
 }
-#endif
 
 int64_t itemsize(int dtype) { return dtype == TW_F32 ? 4 : 2; }
 

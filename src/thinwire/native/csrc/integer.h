@@ -835,6 +835,18 @@ TW_INLINE void dequantize(const D& dequantizer, const uint8_t* codes, int64_t a,
   }
 }
 
+// The values of a whole block of 4-bit codes at `start`: both halves of a byte index a table as they
+// are. `first` and `second` give the groups of the block's halves, 128 values each.
+template <class D, class Sink>
+TW_INLINE void dequantize_nibbles(const D& first, const D& second, const uint8_t* packed, int64_t start, int64_t a,
+                                  int64_t b, Sink& sink) {
+  for (int64_t j = a; j < b; j += 2 * W) {
+    const vi p = load_codes(packed + j), q = load_codes(packed + j + W);
+    sink.template put2<false>(start + j, {first(p), first(q)});
+    sink.template put2<false>(start + kBlock / 2 + j, {second(shift_right(p, 4)), second(shift_right(q, 4))});
+  }
+}
+
 // Decode values [a, b) of a row (as in Kernels::decode) into the sink.
 template <Mode mode, bool table, class Sink>
 void decode_range(const tw_format& f, int64_t n, int64_t a, int64_t b, const uint8_t* row, Sink& out) {
@@ -849,7 +861,36 @@ void decode_range(const tw_format& f, int64_t n, int64_t a, int64_t b, const uin
     layout.get(row, g, &scale, &offset);
     return levels.group(scale, offset);
   };
-  int64_t g = a / layout.group, end = std::min(a + layout.group, b);
+  if constexpr (table) {
+    const int64_t group = layout.group, half = kBlock / 2;
+    if (f.bits == 4 && group % (2 * W) == 0 && (group % half == 0 || half % group == 0)) {
+      int64_t first = a / group;
+      if (group <= half) {
+        const int64_t apart = half / group;
+        for (; b - a >= kBlock; a += kBlock, first += 2 * apart)
+          for (int64_t k = 0; k < apart; ++k)
+            dequantize_nibbles(next(first + k), next(first + apart + k), row + layout.code_at(a), a, k * group,
+                               (k + 1) * group, sink);
+      } else {
+        int64_t left = (first + 1) * group - a;  // of the group, in values
+        auto now = next(first);
+        const auto advance = [&]() __attribute__((always_inline)) {
+          const auto before = now;
+          if ((left -= half) == 0 && first + 1 < layout.groups) now = next(++first), left = group;
+          return before;
+        };
+        for (; b - a >= kBlock; a += kBlock) {
+          const auto low = advance(), high = advance();
+          dequantize_nibbles(low, high, row + layout.code_at(a), a, 0, half, sink);
+        }
+      }
+      if (a == b) {
+        out = sink;
+        return;
+      }
+    }
+  }
+  int64_t g = a / layout.group, end = std::min((g + 1) * layout.group, b);
   auto dequantizer = next(g);
   for (int64_t piece = a; piece < b; piece += kPiece) {
     const int64_t stop = std::min(piece + kPiece, b);

@@ -96,7 +96,9 @@ TW_INLINE void sign_words(int64_t first, uint32_t* words) {
 
 // The logarithm of a peak, and the flags of its tile.
 TW_INLINE vi log_of(vf peak, int rounding) {
-  return at_most(shift_right(bits_of(peak) + rounding, 20), splat(kLargest));
+  // unsigned: the bits of a NaN, whose row is refused elsewhere, may pass the greatest int
+  const vu bits = reinterpret_cast<vu>(peak) + static_cast<uint32_t>(rounding);
+  return at_most(reinterpret_cast<vi>(bits >> 20), splat(kLargest));
 }
 inline int rounding_of(int bits) { return bits <= 4 ? 1 << 19 : 7 << 17; }
 
