@@ -322,3 +322,12 @@ def test_a_user_adds_a_codec_from_outside(monkeypatch):
     x = normal(3, 5)
     assert torch.equal(round_trip("sign:scale=0.5", x), x.sign() * 0.5)
     assert str(codec("sign:scale=0.5")) == "sign:scale=0.5"
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4", "int4:zstd", "topk:0.1"])
+def test_coding_the_change_of_shorter_rows_leaves_the_input_unchanged(name):
+    x = normal(2, 300)
+    before = [torch.zeros(200), torch.zeros(300)]
+    after = [torch.empty(200), torch.empty(300)]
+    codec(name).encode_change(x, [200, 300], 0, before, after)
+    assert torch.equal(x, normal(2, 300))

@@ -198,14 +198,11 @@ class Codec(Named):
         ``after`` undefined, if a change cannot be coded.
         """
         rows, n = x.shape
-        values = x.detach().to(torch.float32)
+        values = x.detach().to(torch.float32, copy=lengths is not None)
+        for row, size in enumerate(row_sizes(lengths, rows, n) or ()):
+            values[row, size:] = 0
         m = _padded(before, n)
         change = values - m
-        if lengths is not None:
-            for row, size in enumerate(row_sizes(lengths, rows, n) or ()):
-                change[row, size:] = 0
-                values = values.clone() if values is x else values
-                values[row, size:] = 0
         payload = self.encode(change, rows, lengths, seed, out)
         y = m + self.decode(payload, change.shape, torch.float32, rows, lengths)
         for row, target in zip(y, after, strict=True):
