@@ -361,3 +361,13 @@ def test_no_payload_exceeds_the_declared_bound():
         link.begin(there)
         size = sum(s.payload.numel() for s in link.sender.encode(x, 0, there))
         assert size <= 3 * link.scheme.row_nbytes(WIDTH, torch.float32)
+
+
+def test_replaced_references_are_not_hoarded():
+    link = Link("delta(int4)")
+    for step in range(6):
+        there = visit([1, 2], [WIDTH - step % 2 * 32] * 2)
+        link.begin(there)
+        link.move(normal(2, WIDTH, seed=step), 0, there)
+    for end in (link.sender, link.receiver):
+        assert all(len(spare) <= 2 for spare in end._spare.values())

@@ -125,7 +125,9 @@ class _DeltaEnd:
     def put(self, keys: Sequence[int], rows: Sequence[Tensor]) -> None:
         """The references of ``keys`` are ``rows`` from now on."""
         for old in self.store.put(keys, rows):
-            self._spare.setdefault(old.numel(), []).append(old)
+            spare = self._spare.setdefault(old.numel(), [])
+            if len(spare) < len(rows):  # more is never asked for at once
+                spare.append(old)
 
     def digest(self) -> int:
         return self.store.digest()
@@ -161,16 +163,15 @@ class _DeltaSender(_DeltaEnd, Sender):
         return sections
 
     def _section(self, coded: _Coded, keys: Sequence[int], x: Tensor, visit: Visit) -> Section:
-        everything = len(keys) == x.shape[0]
         return Section(
             coded.kind,
             self.names[coded.kind],
             x.dtype,
             tuple(x.shape),
             coded.payload,
-            rows=None if everything else coded.rows,
+            rows=None if len(keys) == x.shape[0] else coded.rows,
             versions=None if coded.kind == Kind.VALUE else self.store.versions(keys),
-            keys=visit.keys_digest if everything else keys_digest(keys),
+            keys=_digest(visit, keys),
         )
 
     def _code(
@@ -203,11 +204,8 @@ class _DeltaSender(_DeltaEnd, Sender):
         self, kind: Kind, values: Tensor, rows: list[int], visit: Visit, space: _Space
     ) -> _Coded:
         """``rows`` as values, and the references that they become."""
-        coder, lengths, part = (
-            self.scheme.codec_of(kind),
-            _lengths(visit, rows),
-            _some(values, rows),
-        )
+        coder = self.scheme.codec_of(kind)
+        lengths, part = _lengths(visit, rows), _some(values, rows)
         payload = coder.encode(part, len(rows), lengths, _seeds(visit, rows), space.rest)
         space.took(payload)
         if kind == Kind.VALUE:
@@ -284,17 +282,16 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         """Refuse sections coded against another state, before anything is touched."""
         keys = _keys(visit)
         for section in sections:
-            everything = section.rows is None
             rows = range(len(keys)) if section.rows is None else section.rows
+            there = _some_keys(keys, rows)
             kind = Kind.CHANGE if section.kind == Kind.RESEED else section.kind
-            there = keys if everything else [keys[r] for r in rows]
             if section.codec != self.names[section.kind]:
                 raise FrameError(
                     f"{section.kind.name} coded as {section.codec!r}; this end has {self.scheme}"
                 )
             if section.kind == Kind.VALUE:
                 continue
-            if section.keys != (visit.keys_digest if everything else keys_digest(there)):
+            if section.keys != _digest(visit, there):
                 raise FrameError("the two ends hold different sample ids for this micro-batch")
             held = self.store.versions(there)
             if section.versions != held or any(planned[r] != kind for r in rows):
@@ -312,7 +309,12 @@ def _keys(visit: Visit) -> tuple[int, ...]:
     return visit.keys
 
 
-def _some_keys(keys: Sequence[int], rows: list[int]) -> Sequence[int]:
+def _digest(visit: Visit, keys: Sequence[int]) -> int:
+    """The digest of some of the visit's keys, which it knows where they are all."""
+    return visit.keys_digest if len(keys) == len(visit.lengths) else keys_digest(keys)
+
+
+def _some_keys(keys: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
     """The keys of ``rows``: ``keys`` itself where they are all."""
     return keys if len(rows) == len(keys) else [keys[r] for r in rows]
 
