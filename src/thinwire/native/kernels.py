@@ -19,8 +19,10 @@ from torch import Tensor
 from thinwire.native import library
 from thinwire.native.delta_reference import Kept
 from thinwire.native.reference import IntegerFormat
+from thinwire.native.tensors import DTYPES, row_lengths, usable, with_rows
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+__all__ = ["decode", "delta_decode", "delta_encode", "encode", "usable"]
+
 _SYMMETRIC, _STOCHASTIC, _STD, _HADAMARD = 1, 2, 4, 8
 
 
@@ -82,21 +84,6 @@ def _functions() -> _Functions:
     return _declared(handle)
 
 
-def usable(x: Tensor) -> bool:
-    """Whether the kernels are there and take ``x``'s device, dtype and strides."""
-    fits = x.device.type == "cpu" and x.dtype in _DTYPES
-    return fits and library.library() is not None
-
-
-def _lengths(sizes: Sequence[int] | None) -> Any:
-    return None if sizes is None else (ctypes.c_int64 * len(sizes))(*sizes)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x`` [rows, n] with contiguous rows, copied only if it has none."""
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
-
-
 def _pointers(rows: Sequence[Tensor] | Tensor) -> Any:
     """The address of each row's data, as an array that ctypes takes."""
     if isinstance(rows, Tensor):
@@ -107,7 +94,7 @@ def _pointers(rows: Sequence[Tensor] | Tensor) -> Any:
 
 
 def _kept(how: Kept) -> tuple[int, Any]:
-    return (_DTYPES[how], None) if isinstance(how, torch.dtype) else (0, _format(how))
+    return (DTYPES[how], None) if isinstance(how, torch.dtype) else (0, _format(how))
 
 
 def encode(
@@ -118,16 +105,16 @@ def encode(
     Returns -1, or the place (row * n + index) of a value that cannot be coded, with ``out``
     undefined.
     """
-    x = _rows(x)
+    x = with_rows(x)
     rows, n = x.shape
     return _functions().encode(
         _format(fmt),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         x.data_ptr(),
         rows,
         n,
         x.stride(0),
-        _lengths(sizes),
+        row_lengths(sizes),
         seeds.data_ptr() if fmt.stochastic else None,
         out.data_ptr(),
         torch.get_num_threads(),
@@ -144,12 +131,12 @@ def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: IntegerFormat, y: 
         _functions().decode(
             _format(fmt),
             payload.data_ptr(),
-            _DTYPES[y.dtype],
+            DTYPES[y.dtype],
             y.data_ptr(),
             rows,
             n,
             y.stride(0),
-            _lengths(sizes),
+            row_lengths(sizes),
             torch.get_num_threads(),
         )
         < 0
@@ -173,16 +160,16 @@ def delta_encode(
     in place. ``energies`` [rows, 2] float32 gets each row's energy of change and value. Returns -1,
     or the place of a value that cannot be coded, with ``out`` and ``after`` undefined.
     """
-    x = _rows(x if x.dtype != torch.float16 else x.to(torch.float32))
+    x = with_rows(x if x.dtype != torch.float16 else x.to(torch.float32))
     rows, n = x.shape
     return _functions().delta_encode(
         _format(fmt),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         x.data_ptr(),
         rows,
         n,
         x.stride(0),
-        _lengths(sizes),
+        row_lengths(sizes),
         *_kept(how),
         _pointers(before),
         _pointers(after),
@@ -215,11 +202,11 @@ def delta_decode(
             payload.data_ptr(),
             rows,
             n,
-            _lengths(sizes),
+            row_lengths(sizes),
             *_kept(how),
             _pointers(before),
             _pointers(after),
-            0 if y is None else _DTYPES[y.dtype],
+            0 if y is None else DTYPES[y.dtype],
             None if y is None else y.data_ptr(),
             0 if y is None else y.stride(0),
             torch.get_num_threads(),

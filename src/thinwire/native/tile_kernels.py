@@ -9,26 +9,21 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.native import library
+from thinwire.native.tensors import DTYPES, row_lengths, usable, with_rows
 from thinwire.native.tile import TileFormat
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+__all__ = ["DTYPES", "decode", "encode", "usable"]
+
 _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES = {
     "encode": (_INT, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "decode": (_INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
 }
-
-
-def usable(x: Tensor) -> bool:
-    """Whether the kernels are there and take ``x``'s device and dtype."""
-    fits = x.device.type == "cpu" and x.dtype in DTYPES
-    return fits and library.library() is not None
 
 
 def encode(x: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, out: Tensor) -> int:
@@ -38,7 +33,7 @@ def encode(x: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, out: Tensor)
     undefined.
     """
     rows, n = x.shape
-    x = x if n <= 1 or x.stride(1) == 1 else x.contiguous()
+    x = with_rows(x)
     return _function("encode")(
         fmt.bits,
         DTYPES[x.dtype],
@@ -46,7 +41,7 @@ def encode(x: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, out: Tensor)
         rows,
         n,
         x.stride(0),
-        _lengths(sizes),
+        row_lengths(sizes),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -67,15 +62,11 @@ def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, y: Ten
             rows,
             n,
             y.stride(0),
-            _lengths(sizes),
+            row_lengths(sizes),
             torch.get_num_threads(),
         )
         < 0
     )
-
-
-def _lengths(sizes: Sequence[int] | None) -> Any:
-    return None if sizes is None else (ctypes.c_int64 * len(sizes))(*sizes)
 
 
 def _function(name: str) -> Callable[..., int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from thinwire.native import triton_launch as launch
 from thinwire.native.delta_reference import Kept
 from thinwire.native.reference import IntegerFormat
+from thinwire.native.tensors import DTYPES, with_rows
 from thinwire.native.triton_launch import NO_REFERENCES, Layout, References
 
 #: Older ones flush subnormals in div_rn and sqrt_rn (triton-lang/triton#8557).
@@ -29,7 +30,6 @@ MINIMUM_TRITON = (3, 6)
 #: The compute capability from which Triton supports NVIDIA's GPUs.
 _OLDEST_GPU = (8, 0)
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FINE = 2**63 - 1
 #: Positions in a row are int32 in the programs, with room for what is added to them.
 _MOST_VALUES = 2**30
@@ -73,7 +73,7 @@ def usable(x: Tensor, *formats: Kept) -> bool:
 
     They do not rotate: formats with ``hadamard`` are left to the eager twin.
     """
-    fits = x.device.type == "cuda" and x.dtype in _DTYPES and x.numel() < _MOST_VALUES
+    fits = x.device.type == "cuda" and x.dtype in DTYPES and x.numel() < _MOST_VALUES
     return fits and not any(map(_rotated, formats)) and _available(x.device)
 
 
@@ -99,7 +99,7 @@ def encode(
     _refuse_rotated(fmt)
     if x.numel() == 0:
         return -1
-    x = _rows(x)
+    x = with_rows(x)
     layout = _layout(x.shape[0], x.shape[1], sizes, fmt, x.device)
     status = _statuses(1, x.device)
     with _on(x.device):
@@ -144,7 +144,7 @@ def delta_encode(
         if energies is not None:
             energies.zero_()
         return -1
-    x = _rows(x)
+    x = with_rows(x)
     layout = _layout(x.shape[0], x.shape[1], sizes, fmt, x.device)
     status = _statuses(3, x.device)
     with _on(x.device):
@@ -204,11 +204,6 @@ def _layout(
     rows: int, n: int, sizes: Sequence[int] | None, fmt: IntegerFormat, device: torch.device
 ) -> Layout:
     return Layout(rows, n, fmt, None if sizes is None else tuple(sizes), device)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x`` [rows, n] with contiguous rows, copied only if it has none."""
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
