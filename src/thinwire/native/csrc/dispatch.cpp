@@ -48,14 +48,18 @@ Levels& levels() {
 
 // Outputs of this many bytes are written past the caches: they would not stay there anyway.
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;
+// Rows of so many values in all are still in the cache when they are used once more.
+constexpr int64_t kValuesInCache = 1 << 13;
 // Values that are worth waking another thread for.
 constexpr int64_t kValuesPerPiece = 1 << 16;
 
 int64_t dtype_size(int dtype) { return dtype == TW_F32 ? 4 : 2; }
 
+// Some rows from number `first` on, and their first byte in the payload.
 struct Piece {
-  int64_t row, n, a, b;
-  int64_t at;  // byte of the row in the payload
+  int64_t first;
+  tw::Rows rows;
+  int64_t at;
 };
 
 // Least common multiple of 256 and the groups, if that is a piece of sensible size; else 0.
@@ -67,43 +71,31 @@ int64_t unit_of(const tw_format& f, const tw_format* reference) {
   return 0;
 }
 
-// Calls work(piece) for every piece of every row, on `threads` threads; rows are cut only where
-// there are too few of them.
+// Calls work(piece) for pieces that make up all rows, on `threads` threads; rows are cut only where
+// there are too few of them. A piece is of at most `most` values, if of more than one row.
 template <class F>
 void for_pieces(const tw_format& f, const tw_format* reference, int64_t rows, int64_t n, const int64_t* lengths,
-                int threads, const F& work) {
+                int threads, int64_t most, const F& work) {
   const auto& kernels = *levels().active;
   const bool parallel = threads > 1 && rows * n >= 2 * kValuesPerPiece;
+  if (parallel) most = std::min(most, std::max(kValuesPerPiece, rows * n / (8 * threads)));
   const int64_t unit = parallel && rows < 4 * threads ? unit_of(f, reference) : 0;
-  const int64_t most = unit ? kValuesPerPiece / unit * unit : INT64_MAX;
-  const int64_t whole = kernels.row_nbytes(f, n);
-  if (!parallel) {
-    int64_t at = 0;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t length = lengths ? lengths[r] : n;
-      if (length) work(Piece{r, length, 0, length, at});
-      at += lengths ? kernels.row_nbytes(f, length) : whole;
-    }
-    return;
-  }
+  const int64_t cut = unit ? kValuesPerPiece / unit * unit : INT64_MAX;  // values that a row is cut after
+  if (unit) most = 0;
   std::vector<Piece> pieces;
   int64_t at = 0;
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < rows;) {
     const int64_t length = lengths ? lengths[r] : n;
-    for (int64_t a = 0; a < length;) {
-      const int64_t b = length - a > most ? a + most : length;
-      pieces.push_back({r, length, a, b, at});
-      a = b;
-    }
-    at += lengths ? kernels.row_nbytes(f, length) : whole;
+    int64_t end = r + 1;
+    while (end < rows && (!lengths || lengths[end] == length) && (end + 1 - r) * length <= most) ++end;
+    const tw::Rows together = {end - r, length, 0, length};
+    if (length && !parallel) work(Piece{r, together, at});
+    for (int64_t a = 0; parallel && a < length; a += std::min(cut, length - a))
+      pieces.push_back({r, {together.count, length, a, length - a > cut ? a + cut : length}, at});
+    at += (end - r) * kernels.row_nbytes(f, length);
+    r = end;
   }
-  // small rows go to a thread in batches
-  const int64_t batch = std::max<int64_t>(1, static_cast<int64_t>(pieces.size()) / (8 * threads));
-  const int64_t batches = (static_cast<int64_t>(pieces.size()) + batch - 1) / batch;
-  tw::Pool::instance().run(batches, threads, [&](int64_t k) {
-    const int64_t end = std::min<int64_t>((k + 1) * batch, static_cast<int64_t>(pieces.size()));
-    for (int64_t p = k * batch; p < end; ++p) work(pieces[p]);
-  });
+  tw::Pool::instance().run(static_cast<int64_t>(pieces.size()), threads, [&](int64_t k) { work(pieces[k]); });
 }
 
 // Calls work(row, values, byte in the payload) for every row that has values, on `threads` threads;
@@ -145,6 +137,10 @@ class First {
     while (place < seen && !least_.compare_exchange_weak(seen, place, std::memory_order_relaxed)) {
     }
   }
+  // What a kernel returned for a piece, of rows of a tensor with n values a row.
+  void report(const Piece& p, int64_t n, int64_t place) {
+    if (place >= 0) report((p.first + place / p.rows.n) * n + place % p.rows.n);
+  }
   int64_t get() const {
     const int64_t least = least_.load(std::memory_order_relaxed);
     return least == INT64_MAX ? -1 : least;
@@ -160,6 +156,8 @@ const char* at_row(const void* p, int64_t row, int64_t stride, int dtype) {
 char* at_row(void* p, int64_t row, int64_t stride, int dtype) {
   return static_cast<char*>(p) + row * stride * dtype_size(dtype);
 }
+
+const int64_t* at_row(const int64_t* seeds, int64_t row) { return seeds ? seeds + row : nullptr; }
 
 void clear_rest(void* y, int64_t rows, int64_t n, int64_t stride, const int64_t* lengths, int dtype) {
   for (int64_t r = 0; r < rows; ++r)
@@ -193,10 +191,9 @@ TW_EXPORT int64_t tw_encode(const tw_format* f, int dtype, const void* x, int64_
   if (n == 0) rows = 0;  // there may be any number of empty rows
   First bad;
   const auto encode = levels().active->encode;
-  for_pieces(*f, nullptr, rows, n, lengths, threads, [&](const Piece& p) {
-    const int64_t place = encode(*f, dtype, at_row(x, p.row, stride, dtype), p.n, p.a, p.b,
-                                 seeds ? seeds[p.row] : 0, payload + p.at);
-    if (place >= 0) bad.report(p.row * n + place);
+  for_pieces(*f, nullptr, rows, n, lengths, threads, INT64_MAX, [&](const Piece& p) {
+    bad.report(p, n, encode(*f, p.rows, {dtype, at_row(x, p.first, stride, dtype), stride}, at_row(seeds, p.first),
+                            payload + p.at));
   });
   return bad.get();
 }
@@ -209,13 +206,12 @@ TW_EXPORT int64_t tw_decode(const tw_format* f, const uint8_t* payload, int dtyp
   First bad;
   const auto& kernels = *levels().active;
   const bool streaming = rows * n * dtype_size(dtype) >= kStreamingBytes;
-  for_pieces(*f, nullptr, rows, n, lengths, threads, [&](const Piece& p) {
-    // a row's first piece answers for all of it, while it is on its way into the cache
-    if (p.a == 0 && !kernels.valid(*f, p.n, payload + p.at)) return bad.report(0);
-    kernels.decode(*f, payload + p.at, p.n, p.a, p.b, dtype, at_row(y, p.row, stride, dtype), streaming);
+  for_pieces(*f, nullptr, rows, n, lengths, threads, INT64_MAX, [&](const Piece& p) {
+    bad.report(p, n, kernels.decode(*f, p.rows, payload + p.at, {dtype, at_row(y, p.first, stride, dtype), stride},
+                                    streaming));
   });
   if (lengths) clear_rest(y, rows, n, stride, lengths, dtype);
-  return bad.get();
+  return bad.get() < 0 ? -1 : 0;
 }
 
 // The AQ-SGD step: the change of x from the references `from` into `payload`, and the references
@@ -236,15 +232,17 @@ TW_EXPORT int64_t tw_delta_encode(const tw_format* f, int dtype, const void* x, 
   const int64_t blocks = (n + 255) / 256;
   // twice as much as there are blocks, since halving pads to a power of two
   std::vector<float> sums(energies ? rows * blocks * 4 : 0);
-  for_pieces(*f, packed, rows, n, lengths, threads, [&](const Piece& p) {
-    const void* const values = at_row(x, p.row, stride, dtype);
-    if (energies) {
-      float* const change = sums.data() + p.row * blocks * 4;
-      kernels.energies(dtype, values, {reference, packed}, from[p.row], p.n, p.a, p.b, change, change + 2 * blocks);
+  // energies leave the values in the cache for what follows
+  const int64_t most = energies ? kValuesInCache : INT64_MAX;
+  for_pieces(*f, packed, rows, n, lengths, threads, most, [&](const Piece& p) {
+    for (int64_t r = p.first; energies && r < p.first + p.rows.count; ++r) {
+      float* const change = sums.data() + r * blocks * 4;
+      kernels.energies(dtype, at_row(x, r, stride, dtype), {reference, packed}, from[r], p.rows.n, p.rows.a, p.rows.b,
+                       change, change + 2 * blocks);
     }
-    const int64_t place = kernels.delta_encode(*f, dtype, values, {reference, packed}, from[p.row], to[p.row], p.n,
-                                               p.a, p.b, seeds ? seeds[p.row] : 0, payload + p.at);
-    if (place >= 0) bad.report(p.row * n + place);
+    bad.report(p, n, kernels.delta_encode(*f, p.rows, {dtype, at_row(x, p.first, stride, dtype), stride},
+                                          {reference, packed}, from + p.first, to + p.first,
+                                          at_row(seeds, p.first), payload + p.at));
   });
   for (int64_t r = 0; energies && r < rows; ++r)
     for (int k = 0; k < 2; ++k)
@@ -264,15 +262,13 @@ TW_EXPORT int64_t tw_delta_decode(const tw_format* f, const uint8_t* payload, in
   First bad;
   const auto& kernels = *levels().active;
   const bool streaming = rows * n * dtype_size(dtype) >= kStreamingBytes;
-  for_pieces(*f, packed, rows, n, lengths, threads, [&](const Piece& p) {
-    void* const out = y ? at_row(y, p.row, stride, dtype) : nullptr;
-    if (p.a == 0 && !kernels.valid(*f, p.n, payload + p.at)) return bad.report(0);
-    if (kernels.delta_decode(*f, payload + p.at, {reference, packed}, from[p.row], to[p.row], p.n, p.a, p.b, dtype,
-                             out, streaming) >= 0)
-      bad.report(0);
+  for_pieces(*f, packed, rows, n, lengths, threads, INT64_MAX, [&](const Piece& p) {
+    void* const out = y ? at_row(y, p.first, stride, dtype) : nullptr;
+    bad.report(p, n, kernels.delta_decode(*f, p.rows, payload + p.at, {reference, packed}, from + p.first,
+                                          to + p.first, {dtype, out, stride}, streaming));
   });
   if (y && lengths) clear_rest(y, rows, n, stride, lengths, dtype);
-  return bad.get();
+  return bad.get() < 0 ? -1 : 0;
 }
 
 static const tw::TopKKernels& topk_kernels() { return levels().active->topk(); }

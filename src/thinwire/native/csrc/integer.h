@@ -38,16 +38,20 @@ inline Mode mode_of(const tw_format& f) {
 // Where the parts of a row of n values lie.
 struct Row {
   int64_t n, group, groups;
+  int shift = -1;  // the group as a power of two, if it is one
   int bits;
   bool symmetric;
   int64_t offsets, codes;  // bytes from the row's start
 
   Row(const tw_format& f, int64_t n_)
       : n(n_), group(f.group ? f.group : n_), bits(f.bits), symmetric(f.flags & TW_SYMMETRIC) {
-    groups = n ? (n + group - 1) / group : 0;
+    if (group > 0 && (group & (group - 1)) == 0) shift = __builtin_ctzll(group);
+    groups = n ? whole_groups(n + group - 1) : 0;
     offsets = 2 * groups;
     codes = offsets + (symmetric ? 0 : 4 * groups);
   }
+  // values / group; a division takes as long as some vectors of values do.
+  int64_t whole_groups(int64_t values) const { return shift >= 0 ? values >> shift : values / group; }
   int64_t nbytes() const { return codes + (n + 7) / 8 * bits; }
   // The byte of the code at `i`, a multiple of 256.
   int64_t code_at(int64_t i) const { return codes + i / 8 * bits; }
@@ -76,7 +80,36 @@ TW_INLINE void prefetch2(const typename E::T* x, int64_t i) {
   for (int k = 0; k < 2 * W * static_cast<int>(sizeof *x); k += 64) __builtin_prefetch(p + k, 0, 2);
 }
 
-// Sources of values: two vectors at i, the vector at i, its first k lanes with the first repeated.
+// The extremes of floats by their bits: as signed integers, positive ones are greatest and in order;
+// as unsigned ones, negative ones. With a value of either sign, `high` and `low` are therefore the
+// greatest and the least (a -0.0 counts as negative), or not finite if any value is not: no NaN is lost.
+struct Extremes {
+  vi high = splat(INT32_MIN);
+  vu low = vu{};
+  TW_INLINE void see(vi x) {
+    high = maximum(high, x);
+    low = maximum(low, reinterpret_cast<vu>(x));
+  }
+  TW_INLINE void see(const Extremes& other) {
+    high = maximum(high, other.high);
+    low = maximum(low, other.low);
+  }
+};
+
+template <class S>
+TW_INLINE Extremes extremes2(const S& source, int64_t a, int64_t b) {
+  Extremes p, q;
+  for (int64_t i = a; i < b; i += 2 * W) {
+    const Two x = source.at2(i);
+    p.see(bits_of(pinned(x.a)));
+    q.see(bits_of(pinned(x.b)));
+  }
+  p.see(q);
+  return p;
+}
+
+// Sources of values: two vectors at i, the vector at i, its first k lanes with the first repeated;
+// the extremes of a multiple of 2 W values.
 
 template <class E, bool alternating_>
 struct Values {
@@ -86,6 +119,23 @@ struct Values {
   TW_INLINE Two at2(int64_t i, Two*) const { return at2(i); }
   TW_INLINE vf at(int64_t i) const { return E::load(x + i); }
   TW_INLINE vf part(int64_t i, int k) const { return load_part<E>(x + i, k); }
+  TW_INLINE Extremes extremes(int64_t a, int64_t b) const {
+    if constexpr (alternating) {  // as they lie, twice as many a vector
+      vs high = reinterpret_cast<vs>(splat(INT32_MIN));
+      vw low = vw{};
+      for (int64_t i = a; i < b; i += 2 * W) {
+        const vf pairs = pinned(load<vf>(x + i));
+        high = maximum(high, reinterpret_cast<vs>(pairs));
+        low = maximum(low, reinterpret_cast<vw>(pairs));
+      }
+      Extremes both;
+      both.high = maximum(reinterpret_cast<vi>(high) << 16, reinterpret_cast<vi>(high) & ~0xFFFF);
+      both.low = maximum(reinterpret_cast<vu>(low) << 16, reinterpret_cast<vu>(low) & ~0xFFFFu);
+      return both;
+    } else {
+      return extremes2(*this, a, b);
+    }
+  }
   // 2 W values from i on will be wanted soon.
   TW_INLINE void prefetch(int64_t i) const { prefetch2<E>(x, i); }
 };
@@ -104,14 +154,45 @@ struct Change {
   TW_INLINE Two at2(int64_t i, Two* reference) const {
     const Two p = E::template load2<alternating>(x + i), q = M::template load2<alternating>(m + i);
     *reference = {pinned(q.a), pinned(q.b)};
-    return {p.a - reference->a, p.b - reference->b};
+    return {minus(p.a, reference->a, one), minus(p.b, reference->b, one)};
   }
   TW_INLINE vf at(int64_t i) const { return E::load(x + i) - M::load(m + i); }
   TW_INLINE vf part(int64_t i, int k) const { return load_part<E>(x + i, k) - load_part<M>(m + i, k); }
+  TW_INLINE Two reference2(int64_t i) const { return M::template load2<alternating>(m + i); }
+  TW_INLINE Extremes extremes(int64_t a, int64_t b) const { return extremes2(*this, a, b); }
   TW_INLINE void prefetch(int64_t i) const {
     prefetch2<E>(x, i);
     prefetch2<M>(m, i);
   }
+};
+
+// The first pass over changes of 16-bit values keeps them, in order of the lanes, for the second one:
+// to take them apart and subtract again would take longer.
+template <class S>
+struct Keeping {
+  const S& source;
+  float* kept;
+  TW_INLINE Two at2(int64_t i) const {
+    const Two x = source.at2(i);
+    store(kept + i, x.a);
+    store(kept + i + W, x.b);
+    return x;
+  }
+  TW_INLINE Extremes extremes(int64_t a, int64_t b) const { return extremes2(*this, a, b); }
+};
+
+template <class S>
+struct Kept {
+  static constexpr bool alternating = S::alternating;
+  const S& source;
+  const float* kept;
+  TW_INLINE Two at2(int64_t i, Two* reference) const {
+    *reference = source.reference2(i);
+    return {load<vf>(kept + i), load<vf>(kept + i + W)};
+  }
+  TW_INLINE vf at(int64_t i) const { return source.at(i); }
+  TW_INLINE vf part(int64_t i, int k) const { return source.part(i, k); }
+  TW_INLINE void prefetch(int64_t i) const { source.prefetch(i); }
 };
 
 // Sinks: what becomes of the value that each code stands for.
@@ -610,13 +691,13 @@ int64_t worst_of(const S& source, int64_t a, int64_t b) {
 struct Pending {
   static constexpr int64_t kMost = 2048, kRoom = 2 * kMost;
   alignas(64) uint8_t codes[kRoom + 64];
-  int64_t filled = 0, at;
-  const Row& layout;
-  uint8_t* row;
-  Pack pack;
+  int64_t filled = 0;
+  uint8_t* out = nullptr;
+  const Pack pack;
+  const int bits;
 
-  Pending(const Row& layout_, uint8_t* row_, int64_t start)
-      : at(start), layout(layout_), row(row_), pack(pack_of(layout_.bits)) {}
+  explicit Pending(int bits_) : pack(pack_of(bits_)), bits(bits_) {}
+  void begin(uint8_t* out_) { filled = 0, out = out_; }
   // Room for kMost codes.
   TW_INLINE uint8_t* end() { return codes + filled; }
   TW_INLINE void add(int64_t count) {
@@ -624,86 +705,133 @@ struct Pending {
     if (filled >= kMost) flush(filled / kBlock * kBlock);
   }
   TW_INLINE void flush(int64_t count) {
-    pack(codes, count, row + layout.code_at(at));
-    at += count;
+    pack(codes, count, out);
+    out += count / 8 * bits;
     filled -= count;
     if (filled) std::memmove(codes, codes + count, filled);
   }
 };
 
+// Encodes rows of one length, one after the other: begin, advance, finish. A batch of groups is
+// measured before the one ahead of it is coded: its scales are then ready when their turn comes.
 template <Mode mode, bool stochastic, bool table, class S, class Sink>
 class Encoder {
  public:
-  Encoder(const tw_format& f, int64_t n, int64_t start, int64_t seed, const S& source_, Sink& sink_, uint8_t* row_)
-      : layout(f, n), bits(f.bits), source(source_), sink(sink_), row(row_), noise(seed),
-        levels(f.bits, layout.symmetric), pending(layout, row_, start) {}
+  Encoder(const tw_format& f, int64_t n)
+      : layout(f, n), bits(f.bits), most(layout.group % (2 * W) ? 0 : std::min<int64_t>(W, layout.whole_groups(Pending::kMost))),
+        levels(f.bits, layout.symmetric), pending(f.bits) {}
 
-  // Values [a, b), as Kernels::encode says.
-  int64_t run(int64_t a, int64_t b) {
-    const int64_t group = layout.group;
-    const int64_t most = group % (2 * W) ? 0 : std::min<int64_t>(W, Pending::kMost / group);
-    int64_t g = a / group, whole = (b - a) / group;  // the next group, and whole ones left
-    for (int64_t start = a; start < b;) {
-      const int count = static_cast<int>(std::min(whole, most));
-      if (count > 1 && (group == 128 ? batch<128>(start, g, count) : batch<0>(start, g, count))) {
-        start += count * group;
-        g += count;
-        whole -= count;
+  // Values [a, b) of a row, as Kernels::encode says; measures the first of them.
+  void begin(const S& source_, const Sink& sink_, int64_t seed, uint8_t* row_, int64_t a, int64_t b) {
+    source = source_, sink = sink_, row = row_, noise = Noise(seed);
+    start = a, end = b, group = layout.whole_groups(a), whole = layout.whole_groups(b - a);
+    pending.begin(row + layout.code_at(a));
+    ready = measure_next();
+  }
+  // All but the last batch; -1, or the place of a value that cannot be coded.
+  int64_t advance() {
+    while (start < end) {
+      if (const Batch* const before = ready) {
+        ready = measure_next();
+        code_batch(*before);
         continue;
       }
       // the careful way, for as many groups as a batch would have had
-      for (int k = 0; k < W && start < b; ++k, ++g, --whole, start += group) {
-        const int64_t end = std::min(start + group, b);
+      for (int k = 0; k < W && start < end; ++k, ++group, --whole, start += layout.group) {
+        const int64_t stop = std::min(start + layout.group, end);
         Group one;
-        if (!measure<mode>(source, start, end, bits, layout.symmetric, &one)) return worst_of(source, start, end);
-        layout.put(row, g, one.scale, one.offset);
+        if (!measure<mode>(source, start, stop, bits, layout.symmetric, &one)) return worst_of(source, start, stop);
+        layout.put(row, group, one.scale, one.offset);
         if (one.plain)
-          code<true>(one, start, end);
+          code<true>(one, start, stop);
         else
-          code<false>(one, start, end);
+          code<false>(one, start, stop);
       }
+      ready = measure_next();
     }
-    if (pending.filled) pending.flush(pending.filled);
     return -1;
+  }
+  // What is left; then the sink is as the row leaves it.
+  const Sink& finish() {
+    if (ready) code_batch(*ready);
+    if (pending.filled) pending.flush(pending.filled);
+    return sink;
   }
 
  private:
   const Row layout;
   const int bits;
-  const S& source;
-  Sink& sink;
-  uint8_t* const row;
-  const Noise noise;
+  const int64_t most;  // groups in a batch, if there are batches
   const Dequantizer<mode, table> levels;
+  S source{};
+  Sink sink{};
+  uint8_t* row = nullptr;
+  Noise noise{0};
+  int64_t start = 0, end = 0, group = 0, whole = 0;  // what is to be measured: place, number, whole groups left
+  bool mixed = kMaxima;                              // whether groups seem to have values of either sign
   Pending pending;
 
+  static constexpr bool keeps = S::alternating && Sink::wants && is_range(mode);
+
+  // `count` whole groups from number `first` on, at `start`, and what measuring them gave.
+  struct Batch {
+    int64_t start, first;
+    int count;
+    float scales[W], offsets[W], inverses[W];
+    alignas(64) float kept[keeps ? Pending::kMost : 1];
+  };
+  Batch batches[2];
+  int slot = 0;
+  const Batch* ready = nullptr;  // measured, but not coded
+
+  // The next batch, measured; null if there is none, or one of its groups needs care.
+  TW_INLINE const Batch* measure_next() {
+    const int count = static_cast<int>(std::min(whole, most));
+    if (count <= 0) return nullptr;
+    Batch& batch = batches[slot ^= 1];
+    batch.start = start, batch.first = group, batch.count = count;
+    if (!(layout.group == 128 ? measure_batch<128>(&batch) : measure_batch<0>(&batch))) return nullptr;
+    start += count * layout.group;
+    group += count;
+    whole -= count;
+    return &batch;
+  }
+
   template <bool plain>
-  void code(const Group& g, int64_t start, int64_t end) {
+  void code(const Group& g, int64_t a, int64_t b) {
     const Quantizer<mode, stochastic, plain> quantizer(g, bits);
     const auto dequantizer = levels.group(g.scale, g.offset);
     const S from = source;
     Sink to = sink;
-    for (int64_t i = start; i < end;) {
-      const int64_t count = std::min(end - i, Pending::kMost);
-      quantize<stochastic>(quantizer, dequantizer, from, i, i + count, noise, pending.end(), to, end - start);
+    for (int64_t i = a; i < b;) {
+      const int64_t count = std::min(b - i, Pending::kMost);
+      quantize<stochastic>(quantizer, dequantizer, from, i, i + count, noise, pending.end(), to, b - a);
       pending.add(count);
       i += count;
     }
     sink = to;
   }
 
-  // `count` whole groups from number `first`, at `start`; false, with nothing done, if one of them
-  // needs care. `size`: the groups' size where it is known beforehand.
+  // False, with nothing done, if one of the groups needs care. `size`: the groups' size where it
+  // is known beforehand.
   template <int size>
-  bool batch(int64_t start, int64_t first, int count) {
+  bool measure_batch(Batch* batch) {
+    const int64_t start = batch->start;
+    const int count = batch->count;
     const int64_t group = size ? size : layout.group;
     const S from = source;
     vf scale, offset, step;
     if constexpr (is_range(mode)) {
-      vf lo[W], hi[W];
+      vf least_, greatest_;
       Two total{};
-      for (int g = 0; g < count; ++g) range2(from, start + g * group, start + (g + 1) * group, &lo[g], &hi[g], &total);
-      const vf least_ = fold_lanes(lo, count, least) + splat(0.0f), greatest_ = fold_lanes(hi, count, greatest) + splat(0.0f);
+      const auto measure = [&](const auto& values) __attribute__((always_inline)) {
+        if (!(mixed && ranges_by_bits<size>(values, start, count, &least_, &greatest_)))
+          ranges<size>(values, start, count, &least_, &greatest_, &total);
+      };
+      if constexpr (keeps)
+        measure(Keeping<S>{from, batch->kept - start});
+      else
+        measure(from);
       const float top = static_cast<float>(mode == kAffine ? (1 << bits) - 1 : (1 << (bits - 1)) - 1);
       const vf range = mode == kAffine ? greatest_ - least_ : absolute(greatest(greatest_, -least_));
       scale = rounded_up(range / splat(top));
@@ -724,26 +852,65 @@ class Encoder {
       const vf ends = (scale * splat(top_level(mode, bits)) + offset) + (scale * splat(bottom_level(mode, bits)) + offset);
       if (!all_true(good) || !all_finite(ends)) return false;
     }
-    layout.put(row, first, count, scale, offset);
-    float scales[W], offsets[W], inverses[W];
-    store(scales, scale);
-    store(offsets, offset);
-    store(inverses, step > 0 ? splat(1.0f) / step : vf{});
+    layout.put(row, batch->first, count, scale, offset);
+    store(batch->scales, scale);
+    store(batch->offsets, offset);
+    store(batch->inverses, step > 0 ? splat(1.0f) / step : vf{});
+    return true;
+  }
+
+  void code_batch(const Batch& batch) {
+    const int64_t group = layout.group;
+    const S from = source;
     Sink to = sink;
     uint8_t* codes = pending.end();
-    for (int g = 0; g < count; ++g, codes += group) {
+    for (int g = 0; g < batch.count; ++g, codes += group) {
       Group one;
-      one.scale = scales[g];
-      one.offset = offsets[g];
-      one.inverse = inverses[g];
+      one.scale = batch.scales[g];
+      one.offset = batch.offsets[g];
+      one.inverse = batch.inverses[g];
       const Quantizer<mode, stochastic, true> quantizer(one, bits);
       const auto dequantizer = levels.group(one.scale, one.offset);
-      const int64_t a = start + g * group;
-      quantize<stochastic>(quantizer, dequantizer, from, a, a + group, noise, codes, to, count * group);
+      const int64_t a = batch.start + g * group, ahead = 2 * batch.count * group;
+      if constexpr (keeps)
+        quantize<stochastic>(quantizer, dequantizer, Kept<S>{from, batch.kept - batch.start}, a, a + group, noise, codes,
+                             to, ahead);
+      else
+        quantize<stochastic>(quantizer, dequantizer, from, a, a + group, noise, codes, to, ahead);
     }
     sink = to;
-    pending.add(count * group);
-    return true;
+    pending.add(batch.count * group);
+  }
+
+  // The least and the greatest value of each of `count` groups, + 0.0, since of 0.0 and -0.0 it is
+  // either; where one is not finite, so is their difference, or the total.
+  template <int size, class V>
+  TW_INLINE void ranges(const V& from, int64_t start, int count, vf* lowest, vf* highest, Two* total) {
+    const int64_t group = size ? size : layout.group;
+    vf lo[W], hi[W];
+    for (int g = 0; g < count; ++g) range2(from, start + g * group, start + (g + 1) * group, &lo[g], &hi[g], total);
+    *lowest = fold_lanes(lo, count, least) + splat(0.0f);
+    *highest = fold_lanes(hi, count, greatest) + splat(0.0f);
+    mixed = kMaxima && all_true((*lowest < 0) & (*highest > 0));
+  }
+  // The same in half the time, if all groups have values of either sign; else false.
+  template <int size, class V>
+  TW_INLINE bool ranges_by_bits(const V& from, int64_t start, int count, vf* lowest, vf* highest) const {
+    const int64_t group = size ? size : layout.group;
+    vf low[W], high[W];
+    for (int g = 0; g < count; ++g) {
+      const Extremes seen = from.extremes(start + g * group, start + (g + 1) * group);
+      low[g] = float_of(reinterpret_cast<vi>(seen.low));
+      high[g] = float_of(seen.high);
+    }
+    const auto greater = [](vf a, vf b) __attribute__((always_inline)) { return float_of(maximum(bits_of(a), bits_of(b))); };
+    const auto beyond = [](vf a, vf b) __attribute__((always_inline)) {
+      return reinterpret_cast<vf>(maximum(reinterpret_cast<vu>(a), reinterpret_cast<vu>(b)));
+    };
+    const vf l = fold_lanes(low, count, beyond), h = fold_lanes(high, count, greater);
+    *lowest = l + splat(0.0f);
+    *highest = h + splat(0.0f);
+    return all_true(bits_of(l) & ~bits_of(h));
   }
 
   static TW_INLINE vf rounded_up(vf x) {
@@ -847,66 +1014,84 @@ TW_INLINE void dequantize_nibbles(const D& first, const D& second, const uint8_t
   }
 }
 
-// Decode values [a, b) of a row (as in Kernels::decode) into the sink.
-template <Mode mode, bool table, class Sink>
-void decode_range(const tw_format& f, int64_t n, int64_t a, int64_t b, const uint8_t* row, Sink& out) {
-  constexpr int64_t kPiece = 1024;
-  Sink sink = out;  // a local one, whose parts can stay in registers
-  const Row layout(f, n);
-  const Unpack unpack = unpack_of(f.bits);
-  const Dequantizer<mode, table> levels(f.bits, layout.symmetric);
-  alignas(64) uint8_t codes[kPiece + 8];
-  const auto next = [&](int64_t g) __attribute__((always_inline)) {
+// Decodes rows of one length.
+template <Mode mode, bool table>
+class Decoder {
+ public:
+  Decoder(const tw_format& f, int64_t n)
+      : layout(f, n), unpack(unpack_of(f.bits)), levels(f.bits, layout.symmetric),
+        nibbles(table && f.bits == 4 && layout.group % (2 * W) == 0 && (layout.group % kHalf == 0 || kHalf % layout.group == 0)) {}
+
+  // Values [a, b) of a row, as Kernels::decode says, into the sink.
+  template <class Sink>
+  void run(int64_t a, int64_t b, const uint8_t* row, Sink& out) const {
+    Sink sink = out;  // a local one, whose parts can stay in registers
+    if constexpr (table)
+      if (nibbles) a = layout.group <= kHalf ? small_groups(a, b, row, sink) : large_groups(a, b, row, sink);
+    if (a < b) by_pieces(a, b, row, sink);
+    out = sink;
+  }
+
+ private:
+  typedef Dequantizer<mode, table> Group;
+  static constexpr int64_t kPiece = 1024, kHalf = kBlock / 2;
+  const Row layout;
+  const Unpack unpack;
+  const Group levels;
+  const bool nibbles;  // whether whole blocks can be decoded from their bytes
+
+  TW_INLINE Group group(const uint8_t* row, int64_t g) const {
     float scale, offset;
     layout.get(row, g, &scale, &offset);
     return levels.group(scale, offset);
-  };
-  if constexpr (table) {
-    const int64_t group = layout.group, half = kBlock / 2;
-    if (f.bits == 4 && group % (2 * W) == 0 && (group % half == 0 || half % group == 0)) {
-      int64_t first = a / group;
-      if (group <= half) {
-        const int64_t apart = half / group;
-        for (; b - a >= kBlock; a += kBlock, first += 2 * apart)
-          for (int64_t k = 0; k < apart; ++k)
-            dequantize_nibbles(next(first + k), next(first + apart + k), row + layout.code_at(a), a, k * group,
-                               (k + 1) * group, sink);
-      } else {
-        int64_t left = (first + 1) * group - a;  // of the group, in values
-        auto now = next(first);
-        const auto advance = [&]() __attribute__((always_inline)) {
-          const auto before = now;
-          if ((left -= half) == 0 && first + 1 < layout.groups) now = next(++first), left = group;
-          return before;
-        };
-        for (; b - a >= kBlock; a += kBlock) {
-          const auto low = advance(), high = advance();
-          dequantize_nibbles(low, high, row + layout.code_at(a), a, 0, half, sink);
+  }
+
+  // Whole blocks from a on, of groups that halve half a block, or are a multiple of it; where they end.
+  template <class Sink>
+  TW_INLINE int64_t small_groups(int64_t a, int64_t b, const uint8_t* row, Sink& sink) const {
+    const int64_t size = layout.group, apart = layout.whole_groups(kHalf);
+    for (int64_t first = layout.whole_groups(a); b - a >= kBlock; a += kBlock, first += 2 * apart)
+      for (int64_t k = 0; k < apart; ++k)
+        dequantize_nibbles(group(row, first + k), group(row, first + apart + k), row + layout.code_at(a), a, k * size,
+                           (k + 1) * size, sink);
+    return a;
+  }
+  template <class Sink>
+  TW_INLINE int64_t large_groups(int64_t a, int64_t b, const uint8_t* row, Sink& sink) const {
+    int64_t g = layout.whole_groups(a), left = (g + 1) * layout.group - a;  // of the group, in values
+    Group now = group(row, g);
+    const auto advance = [&]() __attribute__((always_inline)) {
+      const Group before = now;
+      if ((left -= kHalf) == 0 && g + 1 < layout.groups) now = group(row, ++g), left = layout.group;
+      return before;
+    };
+    for (; b - a >= kBlock; a += kBlock) {
+      const Group low = advance(), high = advance();
+      dequantize_nibbles(low, high, row + layout.code_at(a), a, 0, kHalf, sink);
+    }
+    return a;
+  }
+
+  template <class Sink>
+  TW_INLINE void by_pieces(int64_t a, int64_t b, const uint8_t* row, Sink& sink) const {
+    alignas(64) uint8_t codes[kPiece + 8];
+    int64_t g = layout.whole_groups(a), end = std::min((g + 1) * layout.group, b);
+    Group now = group(row, g);
+    for (int64_t piece = a; piece < b; piece += kPiece) {
+      const int64_t stop = std::min(piece + kPiece, b);
+      unpack(row + layout.code_at(piece), stop - piece, codes);
+      for (int64_t i = piece; i < stop;) {
+        if (i == end) {
+          now = group(row, ++g);
+          end = std::min(end + layout.group, b);
         }
-      }
-      if (a == b) {
-        out = sink;
-        return;
+        const int64_t until = std::min(end, stop);
+        dequantize(now, codes + (i - piece), i, until, sink);
+        i = until;
       }
     }
   }
-  int64_t g = a / layout.group, end = std::min((g + 1) * layout.group, b);
-  auto dequantizer = next(g);
-  for (int64_t piece = a; piece < b; piece += kPiece) {
-    const int64_t stop = std::min(piece + kPiece, b);
-    unpack(row + layout.code_at(piece), stop - piece, codes);
-    for (int64_t i = piece; i < stop;) {
-      if (i == end) {
-        dequantizer = next(++g);
-        end = std::min(end + layout.group, b);
-      }
-      const int64_t until = std::min(end, stop);
-      dequantize(dequantizer, codes + (i - piece), i, until, sink);
-      i = until;
-    }
-  }
-  out = sink;
-}
+};
 
 }  // namespace TW_NS
 }  // namespace tw

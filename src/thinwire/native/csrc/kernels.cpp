@@ -66,81 +66,132 @@ auto with_mode(const tw_format& f, const F& visit) {
 
 int64_t row_nbytes(const tw_format& f, int64_t n) { return Row(f, n).nbytes(); }
 
-template <class S, class Sink>
-int64_t encode_from(const tw_format& f, int64_t n, int64_t a, int64_t b, int64_t seed, const S& source, Sink& sink,
-                    uint8_t* row) {
-  return with_mode<Sink::wants>(f, [&](auto c) {
+Rows one_row(int64_t n, int64_t a, int64_t b) { return {1, n, a, b}; }
+
+template <class E>
+const typename E::T* row_of(Source x, int64_t r) { return as<E>(x.p) + r * x.stride; }
+template <class E>
+typename E::T* row_of(Target y, int64_t r) { return as<E>(y.p) + r * y.stride; }
+
+// Encodes rows from source_of(r), their decoded values going into sink_of(r); after each calls
+// done(r, sink), which may return the place of a value that cannot be coded. A row's first groups are
+// measured before the row ahead of it is finished.
+template <class SourceOf, class SinkOf, class Done>
+int64_t encode_rows(const tw_format& f, Rows rows, const int64_t* seeds, uint8_t* payload, const SourceOf& source_of,
+                    const SinkOf& sink_of, const Done& done) {
+  typedef decltype(source_of(0)) S;
+  typedef decltype(sink_of(0)) Sink;
+  return with_mode<Sink::wants>(f, [&](auto c) -> int64_t {
     typedef decltype(c) C;
-    Encoder<C::mode, C::stochastic, C::table, S, Sink> encoder(f, n, a, seed, source, sink, row);
-    return encoder.run(a, b);
+    typedef Encoder<C::mode, C::stochastic, C::table, S, Sink> E;
+    E encoders[2] = {E(f, rows.n), E(f, rows.n)};
+    const int64_t width = row_nbytes(f, rows.n);
+    for (int64_t r = 0; r <= rows.count; ++r) {
+      E& encoder = encoders[r % 2];
+      if (r < rows.count)
+        encoder.begin(source_of(r), sink_of(r), seeds ? seeds[r] : 0, payload + r * width, rows.a, rows.b);
+      if (r > 0) {
+        const int64_t bad = done(r - 1, encoders[(r - 1) % 2].finish());
+        if (bad >= 0) return (r - 1) * rows.n + bad;
+      }
+      if (r < rows.count) {
+        const int64_t bad = encoder.advance();
+        if (bad >= 0) return r * rows.n + bad;
+      }
+    }
+    return -1;
   });
 }
 
-int64_t plain_encode(const tw_format& f, int dtype, const void* x, int64_t n, int64_t a, int64_t b, int64_t seed,
-                     uint8_t* row) {
-  return with_dtype(dtype, [&](auto e) {
+int64_t plain_encode(const tw_format& f, Rows rows, Source x, const int64_t* seeds, uint8_t* payload) {
+  return with_dtype(x.dtype, [&](auto e) {
     typedef decltype(e) E;
-    const Values<E, std::is_same<E, B16>::value> source{as<E>(x)};
-    Nowhere sink;
-    return encode_from(f, n, a, b, seed, source, sink, row);
+    return encode_rows(
+        f, rows, seeds, payload,
+        [&](int64_t r) { return Values<E, std::is_same<E, B16>::value>{row_of<E>(x, r)}; },
+        [](int64_t) { return Nowhere{}; }, [](int64_t, const Nowhere&) -> int64_t { return -1; });
   });
 }
 
-template <class Sink>
-void decode_into(const tw_format& f, int64_t n, int64_t a, int64_t b, const uint8_t* row, Sink& sink) {
+// Decodes rows into sink_of(r); after each calls done(r, sink), which returns the place of a value
+// that cannot be, or -1. `checked`: whether the rows' parameters are known to be valid.
+template <class SinkOf, class Done>
+int64_t decode_rows(const tw_format& f, Rows rows, const uint8_t* payload, bool checked, const SinkOf& sink_of,
+                    const Done& done) {
   tw_format nearest = f;  // how a code was rounded does not matter
   nearest.flags &= ~TW_STOCHASTIC;
-  with_mode<true>(nearest, [&](auto c) {
+  return with_mode<true>(nearest, [&](auto c) -> int64_t {
     typedef decltype(c) C;
-    if constexpr (!C::stochastic) decode_range<C::mode, C::table>(f, n, a, b, row, sink);
-    return 0;
+    if constexpr (!C::stochastic) {
+      const Decoder<C::mode, C::table> decoder(f, rows.n);
+      const int64_t width = row_nbytes(f, rows.n);
+      for (int64_t r = 0; r < rows.count; ++r, payload += width) {
+        if (!checked && !valid_row(f, rows.n, payload)) return r * rows.n;
+        auto sink = sink_of(r);
+        decoder.run(rows.a, rows.b, payload, sink);
+        const int64_t bad = done(r, sink);
+        if (bad >= 0) return r * rows.n + bad;
+      }
+    }
+    return -1;
   });
 }
 
-bool can_stream(const tw_format& f, int64_t n, const void* y) {
-  return reinterpret_cast<uintptr_t>(y) % (4 * W) == 0 && Row(f, n).group % W == 0;
+bool can_stream(const tw_format& f, Rows rows, Target y) {
+  const bool aligned = reinterpret_cast<uintptr_t>(y.p) % (4 * W) == 0 && (rows.count == 1 || y.stride % W == 0);
+  return y.dtype == TW_F32 && aligned && Row(f, rows.n).group % W == 0;
 }
 
-void plain_decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t a, int64_t b, int dtype, void* y,
-                  bool streaming) {
-  if (dtype == TW_F32 && streaming && can_stream(f, n, y)) {
-    Write<F32, true> sink{as<F32>(y)};
-    return decode_into(f, n, a, b, row, sink);
-  }
-  with_dtype(dtype, [&](auto e) {
-    Write<decltype(e), false> sink{as<decltype(e)>(y)};
-    decode_into(f, n, a, b, row, sink);
+// Calls f(sink) with a sink (of the first row) for values to be written to y.
+template <class F>
+auto with_target(const tw_format& f, Rows rows, Target y, bool streaming, const F& visit) {
+  if (streaming && can_stream(f, rows, y)) return visit(Write<F32, true>{as<F32>(y.p)});
+  return with_dtype(y.dtype, [&](auto e) { return visit(Write<decltype(e), false>{as<decltype(e)>(y.p)}); });
+}
+
+int64_t plain_decode(const tw_format& f, Rows rows, const uint8_t* payload, Target y, bool streaming, bool checked) {
+  return with_target(f, rows, y, streaming, [&](auto first) {
+    typedef decltype(first) Sink;
+    return decode_rows(
+        f, rows, payload, checked, [&](int64_t r) { return Sink{first.y + r * y.stride}; },
+        [](int64_t, const Sink&) -> int64_t { return -1; });
   });
 }
 
-int64_t plain_delta_encode(const tw_format& f, int dtype, const void* x, Reference reference, const void* from,
-                           void* to, int64_t n, int64_t a, int64_t b, int64_t seed, uint8_t* row) {
-  return with_wide_dtype(dtype, [&](auto e) {
-    return with_reference(reference, [&](auto r) {
+int64_t plain_delta_encode(const tw_format& f, Rows rows, Source x, Reference reference, const void* const* from,
+                           void* const* to, const int64_t* seeds, uint8_t* payload) {
+  return with_wide_dtype(x.dtype, [&](auto e) {
+    return with_reference(reference, [&](auto m) {
       typedef decltype(e) E;
-      typedef decltype(r) M;
+      typedef decltype(m) M;
       constexpr bool alternating = std::is_same<E, B16>::value && std::is_same<M, B16Reference>::value;
-      const Change<E, M, alternating> source{as<E>(x), as<M>(from)};
-      Move<M, Nowhere> sink{as<M>(from), as<M>(to), {}};
-      const int64_t bad = encode_from(f, n, a, b, seed, source, sink, row);
-      return bad < 0 && !sink.finite(a, b) ? worst_of(Values<E, false>{as<E>(x)}, a, b) : bad;
+      typedef Move<M, Nowhere> Sink;
+      return encode_rows(
+          f, rows, seeds, payload,
+          [&](int64_t r) { return Change<E, M, alternating>{row_of<E>(x, r), as<M>(from[r])}; },
+          [&](int64_t r) { return Sink{as<M>(from[r]), as<M>(to[r]), {}}; },
+          [&](int64_t r, const Sink& sink) -> int64_t {
+            if (sink.finite(rows.a, rows.b)) return -1;
+            return worst_of(Values<E, false>{row_of<E>(x, r)}, rows.a, rows.b);
+          });
     });
   });
 }
 
-int64_t plain_delta_decode(const tw_format& f, const uint8_t* row, Reference reference, const void* from, void* to,
-                           int64_t n, int64_t a, int64_t b, int dtype, void* y, bool streaming) {
-  return with_reference(reference, [&](auto r) -> int64_t {
-    typedef decltype(r) M;
-    const auto run = [&](auto next) -> int64_t {
-      Move<M, decltype(next)> sink{as<M>(from), as<M>(to), next};
-      decode_into(f, n, a, b, row, sink);
-      return sink.finite(a, b) ? -1 : a;
+int64_t plain_delta_decode(const tw_format& f, Rows rows, const uint8_t* payload, Reference reference,
+                           const void* const* from, void* const* to, Target y, bool streaming, bool checked) {
+  return with_reference(reference, [&](auto m) -> int64_t {
+    typedef decltype(m) M;
+    const auto run = [&](auto next_of) {
+      typedef Move<M, decltype(next_of(0))> Sink;
+      return decode_rows(
+          f, rows, payload, checked, [&](int64_t r) { return Sink{as<M>(from[r]), as<M>(to[r]), next_of(r)}; },
+          [&](int64_t, const Sink& sink) -> int64_t { return sink.finite(rows.a, rows.b) ? -1 : rows.a; });
     };
-    if (y == nullptr) return run(Nowhere{});
-    if (dtype == TW_BF16) return run(Write<B16, false>{as<B16>(y)});
-    if (streaming && can_stream(f, n, y)) return run(Write<F32, true>{as<F32>(y)});
-    return run(Write<F32, false>{as<F32>(y)});
+    if (y.p == nullptr) return run([](int64_t) { return Nowhere{}; });
+    if (y.dtype == TW_BF16) return run([&](int64_t r) { return Write<B16, false>{row_of<B16>(y, r)}; });
+    if (streaming && can_stream(f, rows, y)) return run([&](int64_t r) { return Write<F32, true>{row_of<F32>(y, r)}; });
+    return run([&](int64_t r) { return Write<F32, false>{row_of<F32>(y, r)}; });
   });
 }
 
@@ -232,14 +283,25 @@ void unrotate(float* floats, int64_t a, int64_t b, int64_t group, Sink& out) {
   out = sink;
 }
 
+// Calls step(r, row) for every row, row being its place in the payload.
+template <class Byte, class Step>
+int64_t for_each_row(const tw_format& f, Rows rows, Byte* payload, const Step& step) {
+  const int64_t width = row_nbytes(f, rows.n);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t bad = step(r, payload + r * width);
+    if (bad >= 0) return r * rows.n + bad;
+  }
+  return -1;
+}
+
 // Encodes the rotated values of the source; then calls after(start, end, floats), floats being free.
 template <class S, class After>
-int64_t rotated_encode(const tw_format& f, int64_t n, int64_t a, int64_t b, int64_t seed, const S& source,
+int64_t rotated_encode(const tw_format& f, int64_t n, int64_t a, int64_t b, const int64_t* seed, const S& source,
                        uint8_t* row, const After& after) {
   const int64_t group = Row(f, n).group;
   return for_spans(f, f, kRotatedSlot, n, a, b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
     rotate(source, start, end, group, floats);
-    int64_t bad = plain_encode(without_rotation(f), TW_F32, floats, n, start, end, seed, row);
+    int64_t bad = plain_encode(without_rotation(f), one_row(n, start, end), {TW_F32, floats, 0}, seed, row);
     if (bad < 0) bad = beyond_rotation(f, n, start, end, row);
     if (bad < 0) return after(start, end, floats);
     const int64_t first = bad / group * group;
@@ -250,63 +312,75 @@ int64_t rotated_encode(const tw_format& f, int64_t n, int64_t a, int64_t b, int6
 template <class Sink>
 void rotated_decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t start, int64_t end, float* floats,
                     Sink& sink) {
-  plain_decode(without_rotation(f), row, n, start, end, TW_F32, floats, false);
+  plain_decode(without_rotation(f), one_row(n, start, end), row, {TW_F32, floats, 0}, false, true);
   unrotate(floats, start, end, Row(f, n).group, sink);
 }
 
-int64_t encode(const tw_format& f, int dtype, const void* x, int64_t n, int64_t a, int64_t b, int64_t seed,
-               uint8_t* row) {
-  if (!is_rotated(f)) return plain_encode(f, dtype, x, n, a, b, seed, row);
-  return with_dtype(dtype, [&](auto e) {
-    const Values<decltype(e), false> source{as<decltype(e)>(x)};
-    return rotated_encode(f, n, a, b, seed, source, row, [](int64_t, int64_t, float*) -> int64_t { return -1; });
+int64_t encode(const tw_format& f, Rows rows, Source x, const int64_t* seeds, uint8_t* payload) {
+  if (!is_rotated(f)) return plain_encode(f, rows, x, seeds, payload);
+  return with_dtype(x.dtype, [&](auto e) {
+    typedef decltype(e) E;
+    return for_each_row(f, rows, payload, [&](int64_t r, uint8_t* row) {
+      return rotated_encode(f, rows.n, rows.a, rows.b, seeds ? seeds + r : nullptr, Values<E, false>{row_of<E>(x, r)},
+                            row, [](int64_t, int64_t, float*) -> int64_t { return -1; });
+    });
   });
 }
 
-void decode(const tw_format& f, const uint8_t* row, int64_t n, int64_t a, int64_t b, int dtype, void* y,
-            bool streaming) {
-  if (!is_rotated(f)) return plain_decode(f, row, n, a, b, dtype, y, streaming);
-  const auto into = [&](auto sink) {
-    for_spans(f, f, kRotatedSlot, n, a, b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
-      rotated_decode(f, row, n, start, end, floats, sink);
-      return -1;
-    });
-  };
-  if (dtype == TW_F32 && streaming && reinterpret_cast<uintptr_t>(y) % (4 * W) == 0)
-    return into(Write<F32, true>{as<F32>(y)});
-  with_dtype(dtype, [&](auto e) { into(Write<decltype(e), false>{as<decltype(e)>(y)}); });
-}
-
-int64_t rotated_delta_encode(const tw_format& f, int dtype, const void* x, Reference reference, const void* from,
-                             void* to, int64_t n, int64_t a, int64_t b, int64_t seed, uint8_t* row) {
-  return with_wide_dtype(dtype, [&](auto e) {
-    return with_reference(reference, [&](auto r) {
-      typedef decltype(e) E;
-      typedef decltype(r) M;
-      const Change<E, M, false> source{as<E>(x), as<M>(from)};
-      return rotated_encode(f, n, a, b, seed, source, row, [&](int64_t start, int64_t end, float* floats) -> int64_t {
-        Move<M, Nowhere> sink{as<M>(from), as<M>(to), {}};
-        rotated_decode(f, row, n, start, end, floats, sink);
-        return sink.finite(start, end) ? -1 : worst_of(Values<E, false>{as<E>(x)}, start, end);
+int64_t decode_checked(const tw_format& f, Rows rows, const uint8_t* payload, Target y, bool streaming, bool checked) {
+  if (!is_rotated(f)) return plain_decode(f, rows, payload, y, streaming, checked);
+  return with_target(f, rows, y, streaming, [&](auto first) {
+    return for_each_row(f, rows, payload, [&](int64_t r, const uint8_t* row) -> int64_t {
+      if (!checked && !valid(f, rows.n, row)) return 0;
+      decltype(first) sink{first.y + r * y.stride};
+      return for_spans(f, f, kRotatedSlot, rows.n, rows.a, rows.b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
+        rotated_decode(f, row, rows.n, start, end, floats, sink);
+        return -1;
       });
     });
   });
 }
 
-int64_t rotated_delta_decode(const tw_format& f, const uint8_t* row, Reference reference, const void* from, void* to,
-                             int64_t n, int64_t a, int64_t b, int dtype, void* y) {
-  return with_reference(reference, [&](auto r) -> int64_t {
-    typedef decltype(r) M;
-    const auto run = [&](auto next) -> int64_t {
-      return for_spans(f, f, kRotatedSlot, n, a, b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
-        Move<M, decltype(next)> sink{as<M>(from), as<M>(to), next};
-        rotated_decode(f, row, n, start, end, floats, sink);
-        return sink.finite(start, end) ? -1 : start;
+int64_t decode(const tw_format& f, Rows rows, const uint8_t* payload, Target y, bool streaming) {
+  return decode_checked(f, rows, payload, y, streaming, rows.a > 0);
+}
+
+int64_t rotated_delta_encode(const tw_format& f, Rows rows, Source x, Reference reference, const void* const* from,
+                             void* const* to, const int64_t* seeds, uint8_t* payload) {
+  return with_wide_dtype(x.dtype, [&](auto e) {
+    return with_reference(reference, [&](auto m) {
+      typedef decltype(e) E;
+      typedef decltype(m) M;
+      return for_each_row(f, rows, payload, [&](int64_t r, uint8_t* row) {
+        const Change<E, M, false> source{row_of<E>(x, r), as<M>(from[r])};
+        const auto move = [&](int64_t start, int64_t end, float* floats) -> int64_t {
+          Move<M, Nowhere> sink{as<M>(from[r]), as<M>(to[r]), {}};
+          rotated_decode(f, row, rows.n, start, end, floats, sink);
+          return sink.finite(start, end) ? -1 : worst_of(Values<E, false>{row_of<E>(x, r)}, start, end);
+        };
+        return rotated_encode(f, rows.n, rows.a, rows.b, seeds ? seeds + r : nullptr, source, row, move);
+      });
+    });
+  });
+}
+
+int64_t rotated_delta_decode(const tw_format& f, Rows rows, const uint8_t* payload, Reference reference,
+                             const void* const* from, void* const* to, Target y, bool, bool checked) {
+  return with_reference(reference, [&](auto m) -> int64_t {
+    typedef decltype(m) M;
+    const auto run = [&](auto next_of) {
+      return for_each_row(f, rows, payload, [&](int64_t r, const uint8_t* row) -> int64_t {
+        if (!checked && !valid(f, rows.n, row)) return 0;
+        return for_spans(f, f, kRotatedSlot, rows.n, rows.a, rows.b, [&](int64_t start, int64_t end, float* floats) -> int64_t {
+          Move<M, decltype(next_of(0))> sink{as<M>(from[r]), as<M>(to[r]), next_of(r)};
+          rotated_decode(f, row, rows.n, start, end, floats, sink);
+          return sink.finite(start, end) ? -1 : start;
+        });
       });
     };
-    if (y == nullptr) return run(Nowhere{});
-    if (dtype == TW_BF16) return run(Write<B16, false>{as<B16>(y)});
-    return run(Write<F32, false>{as<F32>(y)});
+    if (y.p == nullptr) return run([](int64_t) { return Nowhere{}; });
+    if (y.dtype == TW_BF16) return run([&](int64_t r) { return Write<B16, false>{row_of<B16>(y, r)}; });
+    return run([&](int64_t r) { return Write<F32, false>{row_of<F32>(y, r)}; });
   });
 }
 
@@ -316,31 +390,46 @@ template <class Step>
 int64_t over_spans(const tw_format& f, const tw_format& packed, const void* from, void* to, int64_t n, int64_t a,
                    int64_t b, const Step& step) {
   return for_spans(f, packed, kReferenceSlot, n, a, b, [&](int64_t start, int64_t end, float* values) -> int64_t {
-    decode(packed, static_cast<const uint8_t*>(from), n, start, end, TW_F32, values, false);
+    const Rows span = one_row(n, start, end);
+    decode_checked(packed, span, static_cast<const uint8_t*>(from), {TW_F32, values, 0}, false, true);
     int64_t bad = step(start, end, values);
-    if (bad < 0 && to) bad = encode(packed, TW_F32, values, n, start, end, 0, static_cast<uint8_t*>(to));
+    if (bad < 0 && to) bad = encode(packed, span, {TW_F32, values, 0}, nullptr, static_cast<uint8_t*>(to));
     return bad;
   });
 }
 
-int64_t delta_encode(const tw_format& f, int dtype, const void* x, Reference reference, const void* from, void* to,
-                     int64_t n, int64_t a, int64_t b, int64_t seed, uint8_t* row) {
+int64_t delta_encode(const tw_format& f, Rows rows, Source x, Reference reference, const void* const* from,
+                     void* const* to, const int64_t* seeds, uint8_t* payload) {
   const auto encode_change = is_rotated(f) ? rotated_delta_encode : plain_delta_encode;
-  if (!reference.packed) return encode_change(f, dtype, x, reference, from, to, n, a, b, seed, row);
-  return over_spans(f, *reference.packed, from, to, n, a, b, [&](int64_t start, int64_t end, float* values) {
-    return encode_change(f, dtype, x, kPlain, values, values, n, start, end, seed, row);
+  if (!reference.packed) return encode_change(f, rows, x, reference, from, to, seeds, payload);
+  return with_wide_dtype(x.dtype, [&](auto e) {
+    return for_each_row(f, rows, payload, [&](int64_t r, uint8_t* row) {
+      const Source values_of_row = {x.dtype, row_of<decltype(e)>(x, r), 0};
+      const auto step = [&](int64_t start, int64_t end, float* values) {
+        void* const moved = values;
+        const void* const before = values;
+        return encode_change(f, one_row(rows.n, start, end), values_of_row, kPlain, &before, &moved,
+                             seeds ? seeds + r : nullptr, row);
+      };
+      return over_spans(f, *reference.packed, from[r], to[r], rows.n, rows.a, rows.b, step);
+    });
   });
 }
 
-int64_t delta_decode(const tw_format& f, const uint8_t* row, Reference reference, const void* from, void* to,
-                     int64_t n, int64_t a, int64_t b, int dtype, void* y, bool streaming) {
-  const auto decode_change = [&](Reference m, const void* before, void* after, int64_t start, int64_t end) {
-    if (is_rotated(f)) return rotated_delta_decode(f, row, m, before, after, n, start, end, dtype, y);
-    return plain_delta_decode(f, row, m, before, after, n, start, end, dtype, y, streaming);
-  };
-  if (!reference.packed) return decode_change(reference, from, to, a, b);
-  return over_spans(f, *reference.packed, from, to, n, a, b, [&](int64_t start, int64_t end, float* values) {
-    return decode_change(kPlain, values, values, start, end);
+int64_t delta_decode(const tw_format& f, Rows rows, const uint8_t* payload, Reference reference,
+                     const void* const* from, void* const* to, Target y, bool streaming) {
+  const auto decode_change = is_rotated(f) ? rotated_delta_decode : plain_delta_decode;
+  const bool checked = rows.a > 0;  // with the row's first values
+  if (!reference.packed) return decode_change(f, rows, payload, reference, from, to, y, streaming, checked);
+  return for_each_row(f, rows, payload, [&](int64_t r, const uint8_t* row) -> int64_t {
+    if (!checked && !valid(f, rows.n, row)) return 0;
+    const Target out = {y.dtype, y.p ? (y.dtype == TW_BF16 ? static_cast<void*>(row_of<B16>(y, r)) : row_of<F32>(y, r)) : nullptr, 0};
+    const auto step = [&](int64_t start, int64_t end, float* values) {
+      void* const moved = values;
+      const void* const before = values;
+      return decode_change(f, one_row(rows.n, start, end), row, kPlain, &before, &moved, out, streaming, true);
+    };
+    return over_spans(f, *reference.packed, from[r], to[r], rows.n, rows.a, rows.b, step);
   });
 }
 
@@ -386,8 +475,7 @@ float total(float* sums, int64_t count) {
 
 extern "C" const tw::Kernels* TW_JOIN(tw_kernels_, TW_LEVEL)() {
   using namespace tw::TW_NS;
-  static const tw::Kernels table = {TW_STRING(TW_LEVEL), row_nbytes,   encode,   valid, decode,
-                                    delta_encode,        delta_decode, energies, total, topk_table,
-                                    tile_table};
+  static const tw::Kernels table = {TW_STRING(TW_LEVEL), row_nbytes, encode,     decode,    delta_encode,
+                                    delta_decode,        energies,   total,      topk_table, tile_table};
   return &table;
 }

@@ -20,9 +20,24 @@ enum { TW_F32 = 0, TW_BF16 = 1, TW_F16 = 2 };
 
 namespace tw {
 
-// Work on values [a, b) of one row of n: both are multiples of 256 and of every group size involved,
-// but at the row's end. Functions that may meet a value that cannot be coded return its place, or -1.
-//
+// `count` rows of n values each. Of a single row, values [a, b) may be meant: multiples of 256 and of
+// every group size involved, but at the row's end. Of several it is always all: [0, n).
+struct Rows {
+  int64_t count, n, a, b;
+};
+
+// Where rows lie in memory, `stride` values apart.
+struct Source {
+  int dtype;
+  const void* p;
+  int64_t stride;
+};
+struct Target {
+  int dtype;
+  void* p;
+  int64_t stride;
+};
+
 // A reference row is stored as TW_F32 or TW_BF16 values, or, where `packed` is not null, encoded in
 // that format. float16 is not taken where there is a reference.
 struct Reference {
@@ -30,18 +45,19 @@ struct Reference {
   const tw_format* packed;
 };
 
+// Payloads and seeds, like references, are those of the first of the rows, others following; seeds may
+// be null. Functions return -1, or row * n + place of a value that cannot be coded, or for which a
+// payload's parameters are invalid; what comes after it is then undefined.
 struct Kernels {
   const char* name;
   int64_t (*row_nbytes)(const tw_format& f, int64_t n);
-  int64_t (*encode)(const tw_format& f, int dtype, const void* x, int64_t n, int64_t a, int64_t b,
-                    int64_t seed, uint8_t* row);
-  bool (*valid)(const tw_format& f, int64_t n, const uint8_t* row);
-  void (*decode)(const tw_format& f, const uint8_t* row, int64_t n, int64_t a, int64_t b, int dtype,
-                 void* y, bool streaming);
-  int64_t (*delta_encode)(const tw_format& f, int dtype, const void* x, Reference reference, const void* from,
-                          void* to, int64_t n, int64_t a, int64_t b, int64_t seed, uint8_t* row);
-  int64_t (*delta_decode)(const tw_format& f, const uint8_t* row, Reference reference, const void* from,
-                          void* to, int64_t n, int64_t a, int64_t b, int dtype, void* y, bool streaming);
+  int64_t (*encode)(const tw_format& f, Rows rows, Source x, const int64_t* seeds, uint8_t* payload);
+  int64_t (*decode)(const tw_format& f, Rows rows, const uint8_t* payload, Target y, bool streaming);
+  int64_t (*delta_encode)(const tw_format& f, Rows rows, Source x, Reference reference, const void* const* from,
+                          void* const* to, const int64_t* seeds, uint8_t* payload);
+  // y.p may be null.
+  int64_t (*delta_decode)(const tw_format& f, Rows rows, const uint8_t* payload, Reference reference,
+                          const void* const* from, void* const* to, Target y, bool streaming);
   // Sums of squares of each block of 256 values: of x - from into change, of x into value.
   void (*energies)(int dtype, const void* x, Reference reference, const void* from, int64_t n, int64_t a,
                    int64_t b, float* change, float* value);

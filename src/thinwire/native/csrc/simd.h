@@ -29,6 +29,7 @@ typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef int16_t vs __attribute__((vector_size(4 * W)));
+typedef uint16_t vw __attribute__((vector_size(4 * W)));
 typedef uint8_t vb __attribute__((vector_size(W)));
 
 template <class V>
@@ -151,6 +152,17 @@ TW_INLINE vf greatest(vf a, vf b) {
 #endif
 }
 
+// The same of integers, lane by lane; of 32 bits it is one instruction only where kMaxima says so.
+#if defined(__AVX2__) || defined(__aarch64__)
+constexpr bool kMaxima = true;
+#else
+constexpr bool kMaxima = false;
+#endif
+template <class V>
+TW_INLINE V maximum(V a, V b) {
+  return a > b ? a : b;
+}
+
 // Whether any lane is negative (as the lanes of a true comparison are).
 TW_INLINE bool any_negative(vi x) {
 #if defined(__AVX512F__)
@@ -255,7 +267,9 @@ TW_INLINE void store_codes4(uint8_t* p, const vi* c) {
 #if defined(__AVX512F__)
   __m512i packed;
   if constexpr (alternating) {
-    packed = _mm512_packus_epi32(reinterpret_cast<__m512i>(c[0] | (c[1] << 8)), reinterpret_cast<__m512i>(c[2] | (c[3] << 8)));
+    const __m512i even = _mm512_packus_epi32(reinterpret_cast<__m512i>(c[0]), reinterpret_cast<__m512i>(c[2]));
+    const __m512i odd = _mm512_packus_epi32(reinterpret_cast<__m512i>(c[1]), reinterpret_cast<__m512i>(c[3]));
+    packed = _mm512_or_si512(even, _mm512_slli_epi32(odd, 8));
     packed = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
   } else {
     packed = _mm512_packus_epi16(
@@ -381,7 +395,13 @@ struct B16 : Half<B16> {
   // In the high 16 bits of each lane; a value beyond the greatest becomes an infinity.
   static TW_INLINE vi rounded(vf x) {
     const vi u = bits_of(x);
+#if defined(__AVX512F__)
+    const __m512i up = reinterpret_cast<__m512i>(u + 0x7FFF);
+    const __mmask16 odd = _mm512_test_epi32_mask(reinterpret_cast<__m512i>(u), _mm512_set1_epi32(0x10000));
+    return reinterpret_cast<vi>(_mm512_mask_add_epi32(up, odd, up, _mm512_set1_epi32(1)));
+#else
     return u + 0x7FFF + (shift_right(u, 16) & 1);
+#endif
   }
   static TW_INLINE vi halves(vf x) { return shift_right(rounded(clamped(x, kMax)), 16); }
 };
@@ -439,34 +459,38 @@ TW_INLINE vf pick(vf a, vf b, vi index) {
 #endif
 }
 
-template <int segment, class Fold>
-TW_INLINE int fold_level(vf* v, int live, const Fold& fold) {
-  vi low, high;
-  for (int p = 0; p < W; ++p) {
-    const int half = segment / 2, group = p / half, per = W / segment;
-    low[p] = (group < per ? group * segment : W + (group - per) * segment) + p % half;
-    high[p] = low[p] + half;
+template <int segment, int live, class Fold>
+TW_INLINE void fold_level(vf* v, const Fold& fold) {
+  if constexpr (segment <= W) {
+    vi low, high;
+    for (int p = 0; p < W; ++p) {
+      const int half = segment / 2, group = p / half, per = W / segment;
+      low[p] = (group < per ? group * segment : W + (group - per) * segment) + p % half;
+      high[p] = low[p] + half;
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < (live + 1) / 2; ++k) {
+      const vf a = v[2 * k], b = v[2 * k + 1 < live ? 2 * k + 1 : 2 * k];
+      v[k] = fold(pick(a, b, low), pick(a, b, high));
+    }
+    if constexpr (segment > 2) fold_level<segment / 2, (live + 1) / 2>(v, fold);
   }
-  const int left = (live + 1) / 2;
-  for (int k = 0; k < left; ++k) {
-    const vf a = v[2 * k], b = v[2 * k + 1 < live ? 2 * k + 1 : 2 * k];
-    v[k] = fold(pick(a, b, low), pick(a, b, high));
-  }
-  return left;
 }
 
 // Folds the lanes of each of `count` vectors (at most W) to one, by halves: lane k of the result is
 // vector k's, and those beyond hold some of the same.
 template <class Fold>
 TW_INLINE vf fold_lanes(vf* v, int count, const Fold& fold) {
-#if defined(__AVX512F__)
-  count = fold_level<16>(v, count, fold);
-#endif
-#if defined(__AVX2__)
-  count = fold_level<8>(v, count, fold);
-#endif
-  count = fold_level<4>(v, count, fold);
-  fold_level<2>(v, count, fold);
+  if (count == 1) {
+    fold_level<W, 1>(v, fold);
+  } else if (count == W / 4) {
+    fold_level<W, W / 4>(v, fold);
+  } else if (count == W / 2) {
+    fold_level<W, W / 2>(v, fold);
+  } else {
+    for (int k = count; k < W; ++k) v[k] = v[0];
+    fold_level<W, W>(v, fold);
+  }
   return v[0];
 }
 template <class Fold>
