@@ -26,6 +26,8 @@ constexpr float kUniformStep[9] = {0,          0,          0,           0.586019
 // Sums of squares within these bounds, 2**-60 and 2**100, need no scaling of the values.
 constexpr float kLeastSquares = 8.6736173798840355e-19f;
 constexpr float kMostSquares = 1.2676506002282294e30f;
+// 2**100, less than half a unit in the last place of the greatest float32, let alone bfloat16.
+constexpr float kSafeMove = 1.2676506002282294e30f;
 
 enum Mode { kAffine, kSymmetric, kStd1, kStd2, kStdMany };
 constexpr bool is_range(Mode mode) { return mode == kAffine || mode == kSymmetric; }
@@ -121,7 +123,7 @@ struct Values {
   TW_INLINE vf part(int64_t i, int k) const { return load_part<E>(x + i, k); }
   TW_INLINE Extremes extremes(int64_t a, int64_t b) const {
     if constexpr (alternating) {  // as they lie, twice as many a vector
-      vs high = reinterpret_cast<vs>(splat(INT32_MIN));
+      vs high = reinterpret_cast<vs>(splat(INT32_MIN | 0x8000));
       vw low = vw{};
       for (int64_t i = a; i < b; i += 2 * W) {
         const vf pairs = pinned(load<vf>(x + i));
@@ -240,9 +242,9 @@ struct F32Reference : F32 {
     }
     bool suspicious() const { return !all_finite(total.a) || !all_finite(total.b); }
   };
-  template <bool alternating>
+  template <bool alternating, bool watched>
   static TW_INLINE void keep2(T* p, Two y, Watch& watch) {
-    watch.see(y);
+    if constexpr (watched) watch.see(y);
     store2<alternating>(p, y);
   }
   static TW_INLINE void keep(T* p, vf y, Watch& watch) {
@@ -265,16 +267,11 @@ struct B16Reference : B16 {
       return false;
     }
   };
-  template <bool alternating>
+  template <bool alternating, bool watched>
   static TW_INLINE void keep2(T* p, Two y, Watch& watch) {
-    const vi a = shift_right(rounded(y.a), 16), b = rounded(y.b) & ~0xFFFF;
-    watch.see(a | b);
-    if constexpr (alternating) {
-      TW_NS::store(p, a | b);
-    } else {
-      store_halves(p, a);
-      store_halves(p + W, shift_right(b, 16));
-    }
+    const vi halves = rounded2<alternating>(y);
+    if constexpr (watched) watch.see(halves);
+    TW_NS::store(p, halves);
   }
   static TW_INLINE void keep(T* p, vf y, Watch& watch) {
     const vi a = shift_right(rounded(y), 16);
@@ -295,13 +292,13 @@ struct Move {
 
   template <bool alternating>
   TW_INLINE void put2(int64_t i, Two value) {
-    move2<alternating>(i, M::template load2<alternating>(from + i), value);
+    move2<alternating, true>(i, M::template load2<alternating>(from + i), value);
   }
-  // With the reference's values at i.
-  template <bool alternating>
+  // With the reference's values at i; unwatched where their sum cannot overflow.
+  template <bool alternating, bool watched>
   TW_INLINE void move2(int64_t i, Two m, Two value) {
     const Two y = {m.a + value.a, m.b + value.b};
-    M::template keep2<alternating>(to + i, y, watch);
+    M::template keep2<alternating, watched>(to + i, y, watch);
     next.template put2<alternating>(i, y);
   }
   TW_INLINE void put(int64_t i, vf value) {
@@ -483,7 +480,7 @@ struct Quantizer {
 };
 
 // The codes of values [a, b) into codes[0 …] (and up to W - 1 bytes beyond), their values into sink.
-template <bool stochastic, class Q, class D, class S, class Sink>
+template <bool stochastic, bool watched, class Q, class D, class S, class Sink>
 TW_INLINE void quantize(const Q& quantizer, const D& dequantizer, const S& source, int64_t a, int64_t b,
                         const Noise& noise, uint8_t* codes, Sink& sink, int64_t ahead) {
   constexpr bool alternating = S::alternating;
@@ -495,7 +492,7 @@ TW_INLINE void quantize(const Q& quantizer, const D& dequantizer, const S& sourc
     if constexpr (stochastic) r = noise.template at2<alternating>(i);
     code[0] = quantizer(x.a, r.a);
     code[1] = quantizer(x.b, r.b);
-    if constexpr (Sink::wants) sink.template move2<alternating>(i, m, {dequantizer(code[0]), dequantizer(code[1])});
+    if constexpr (Sink::wants) sink.template move2<alternating, watched>(i, m, {dequantizer(code[0]), dequantizer(code[1])});
   };
   int64_t i = a;
   for (; i + 4 * W <= b; i += 4 * W) {
@@ -712,8 +709,8 @@ struct Pending {
   }
 };
 
-// Encodes rows of one length, one after the other: begin, advance, finish. A batch of groups is
-// measured before the one ahead of it is coded: its scales are then ready when their turn comes.
+// Encodes rows of one length, batch by batch of groups. (To measure a batch before the one ahead of it
+// is coded hides the time that scales take, but walks through memory to and fro, which costs more.)
 template <Mode mode, bool stochastic, bool table, class S, class Sink>
 class Encoder {
  public:
@@ -721,41 +718,35 @@ class Encoder {
       : layout(f, n), bits(f.bits), most(layout.group % (2 * W) ? 0 : std::min<int64_t>(W, layout.whole_groups(Pending::kMost))),
         levels(f.bits, layout.symmetric), pending(f.bits) {}
 
-  // Values [a, b) of a row, as Kernels::encode says; measures the first of them.
-  void begin(const S& source_, const Sink& sink_, int64_t seed, uint8_t* row_, int64_t a, int64_t b) {
-    source = source_, sink = sink_, row = row_, noise = Noise(seed);
-    start = a, end = b, group = layout.whole_groups(a), whole = layout.whole_groups(b - a);
+  // Values [a, b) of a row: -1, or the place of one that cannot be coded.
+  int64_t run(const S& source_, Sink& sink, int64_t seed, uint8_t* row_, int64_t a, int64_t b) {
+    source = source_, row = row_, noise = Noise(seed);
     pending.begin(row + layout.code_at(a));
-    ready = measure_next();
-  }
-  // All but the last batch; -1, or the place of a value that cannot be coded.
-  int64_t advance() {
-    while (start < end) {
-      if (const Batch* const before = ready) {
-        ready = measure_next();
-        code_batch(*before);
+    const int64_t size = layout.group;
+    int64_t g = layout.whole_groups(a), whole = layout.whole_groups(b - a);  // the next group, and whole ones left
+    for (int64_t start = a; start < b;) {
+      batch.start = start, batch.first = g, batch.count = static_cast<int>(std::min(whole, most));
+      if (batch.count > 0 && (size == 128 ? measure_batch<128>() : measure_batch<0>())) {
+        code_batch(sink);
+        start += batch.count * size;
+        g += batch.count;
+        whole -= batch.count;
         continue;
       }
       // the careful way, for as many groups as a batch would have had
-      for (int k = 0; k < W && start < end; ++k, ++group, --whole, start += layout.group) {
-        const int64_t stop = std::min(start + layout.group, end);
+      for (int k = 0; k < W && start < b; ++k, ++g, --whole, start += size) {
+        const int64_t end = std::min(start + size, b);
         Group one;
-        if (!measure<mode>(source, start, stop, bits, layout.symmetric, &one)) return worst_of(source, start, stop);
-        layout.put(row, group, one.scale, one.offset);
+        if (!measure<mode>(source, start, end, bits, layout.symmetric, &one)) return worst_of(source, start, end);
+        layout.put(row, g, one.scale, one.offset);
         if (one.plain)
-          code<true>(one, start, stop);
+          code<true>(one, start, end, sink);
         else
-          code<false>(one, start, stop);
+          code<false>(one, start, end, sink);
       }
-      ready = measure_next();
     }
-    return -1;
-  }
-  // What is left; then the sink is as the row leaves it.
-  const Sink& finish() {
-    if (ready) code_batch(*ready);
     if (pending.filled) pending.flush(pending.filled);
-    return sink;
+    return -1;
   }
 
  private:
@@ -764,10 +755,8 @@ class Encoder {
   const int64_t most;  // groups in a batch, if there are batches
   const Dequantizer<mode, table> levels;
   S source{};
-  Sink sink{};
   uint8_t* row = nullptr;
   Noise noise{0};
-  int64_t start = 0, end = 0, group = 0, whole = 0;  // what is to be measured: place, number, whole groups left
   bool mixed = kMaxima;                              // whether groups seem to have values of either sign
   Pending pending;
 
@@ -780,32 +769,17 @@ class Encoder {
     float scales[W], offsets[W], inverses[W];
     alignas(64) float kept[keeps ? Pending::kMost : 1];
   };
-  Batch batches[2];
-  int slot = 0;
-  const Batch* ready = nullptr;  // measured, but not coded
-
-  // The next batch, measured; null if there is none, or one of its groups needs care.
-  TW_INLINE const Batch* measure_next() {
-    const int count = static_cast<int>(std::min(whole, most));
-    if (count <= 0) return nullptr;
-    Batch& batch = batches[slot ^= 1];
-    batch.start = start, batch.first = group, batch.count = count;
-    if (!(layout.group == 128 ? measure_batch<128>(&batch) : measure_batch<0>(&batch))) return nullptr;
-    start += count * layout.group;
-    group += count;
-    whole -= count;
-    return &batch;
-  }
+  Batch batch;
 
   template <bool plain>
-  void code(const Group& g, int64_t a, int64_t b) {
+  void code(const Group& g, int64_t a, int64_t b, Sink& sink) {
     const Quantizer<mode, stochastic, plain> quantizer(g, bits);
     const auto dequantizer = levels.group(g.scale, g.offset);
     const S from = source;
-    Sink to = sink;
+    Sink to = sink;  // local ones, whose parts can stay in registers
     for (int64_t i = a; i < b;) {
       const int64_t count = std::min(b - i, Pending::kMost);
-      quantize<stochastic>(quantizer, dequantizer, from, i, i + count, noise, pending.end(), to, b - a);
+      quantize<stochastic, true>(quantizer, dequantizer, from, i, i + count, noise, pending.end(), to, b - a);
       pending.add(count);
       i += count;
     }
@@ -815,9 +789,9 @@ class Encoder {
   // False, with nothing done, if one of the groups needs care. `size`: the groups' size where it
   // is known beforehand.
   template <int size>
-  bool measure_batch(Batch* batch) {
-    const int64_t start = batch->start;
-    const int count = batch->count;
+  bool measure_batch() {
+    const int64_t start = batch.start;
+    const int count = batch.count;
     const int64_t group = size ? size : layout.group;
     const S from = source;
     vf scale, offset, step;
@@ -829,7 +803,7 @@ class Encoder {
           ranges<size>(values, start, count, &least_, &greatest_, &total);
       };
       if constexpr (keeps)
-        measure(Keeping<S>{from, batch->kept - start});
+        measure(Keeping<S>{from, batch.kept - start});
       else
         measure(from);
       const float top = static_cast<float>(mode == kAffine ? (1 << bits) - 1 : (1 << (bits - 1)) - 1);
@@ -840,7 +814,7 @@ class Encoder {
       // none lifted (one of equal values may be), no code above the top one, all decodable
       const vi good = (range == 0) | ((step >= splat(kTiny)) & (range * (splat(1.0f) / step) < splat(top + 0.5f)));
       const vf sums = (total.a + total.b) + (greatest_ - least_) + (scale * splat(top_level(mode, bits)) + offset);
-      if (!all_true(good) || !all_finite(sums)) return false;
+      if (!all_true(good & safe(least_) & safe(greatest_)) || !all_finite(sums)) return false;
     } else {
       vf mean[W], squares[W];
       if (!sums<size>(from, start, count, mean, squares)) return false;
@@ -849,17 +823,17 @@ class Encoder {
       offset = (layout.symmetric ? vf{} : mean[0]) + splat(0.0f);
       step = mode == kStdMany ? scale * splat(kUniformStep[bits]) : scale;
       const vi good = (squares[0] >= splat(kLeastSquares)) & (squares[0] <= splat(kMostSquares)) & (step >= splat(kTiny));
-      const vf ends = (scale * splat(top_level(mode, bits)) + offset) + (scale * splat(bottom_level(mode, bits)) + offset);
-      if (!all_true(good) || !all_finite(ends)) return false;
+      const vf highest = scale * splat(top_level(mode, bits)) + offset, lowest = scale * splat(bottom_level(mode, bits)) + offset;
+      if (!all_true(good & safe(lowest) & safe(highest)) || !all_finite(highest + lowest)) return false;
     }
-    layout.put(row, batch->first, count, scale, offset);
-    store(batch->scales, scale);
-    store(batch->offsets, offset);
-    store(batch->inverses, step > 0 ? splat(1.0f) / step : vf{});
+    layout.put(row, batch.first, count, scale, offset);
+    store(batch.scales, scale);
+    store(batch.offsets, offset);
+    store(batch.inverses, step > 0 ? splat(1.0f) / step : vf{});
     return true;
   }
 
-  void code_batch(const Batch& batch) {
+  void code_batch(Sink& sink) {
     const int64_t group = layout.group;
     const S from = source;
     Sink to = sink;
@@ -871,12 +845,12 @@ class Encoder {
       one.inverse = batch.inverses[g];
       const Quantizer<mode, stochastic, true> quantizer(one, bits);
       const auto dequantizer = levels.group(one.scale, one.offset);
-      const int64_t a = batch.start + g * group, ahead = 2 * batch.count * group;
+      const int64_t a = batch.start + g * group, ahead = batch.count * group;
       if constexpr (keeps)
-        quantize<stochastic>(quantizer, dequantizer, Kept<S>{from, batch.kept - batch.start}, a, a + group, noise, codes,
+        quantize<stochastic, false>(quantizer, dequantizer, Kept<S>{from, batch.kept - batch.start}, a, a + group, noise, codes,
                              to, ahead);
       else
-        quantize<stochastic>(quantizer, dequantizer, from, a, a + group, noise, codes, to, ahead);
+        quantize<stochastic, false>(quantizer, dequantizer, from, a, a + group, noise, codes, to, ahead);
     }
     sink = to;
     pending.add(batch.count * group);
@@ -913,6 +887,10 @@ class Encoder {
     return all_true(bits_of(l) & ~bits_of(h));
   }
 
+  // Whether no finite reference, of either type, overflows when moved by so much.
+  static TW_INLINE vi safe(vf extreme) {
+    return Sink::wants ? absolute(extreme) < splat(kSafeMove) : vi{} - 1;
+  }
   static TW_INLINE vf rounded_up(vf x) {
     const vi b = (bits_of(x) + 0xFFFF) & ~0xFFFF;
     return float_of(b < 0x7F7F0000 ? b : splat(0x7F7F0000));

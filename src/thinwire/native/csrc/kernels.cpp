@@ -73,33 +73,32 @@ const typename E::T* row_of(Source x, int64_t r) { return as<E>(x.p) + r * x.str
 template <class E>
 typename E::T* row_of(Target y, int64_t r) { return as<E>(y.p) + r * y.stride; }
 
+// Calls step(r, row) for every row, row being its place in the payload.
+template <class Byte, class Step>
+int64_t for_each_row(const tw_format& f, Rows rows, Byte* payload, const Step& step) {
+  const int64_t width = row_nbytes(f, rows.n);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t bad = step(r, payload + r * width);
+    if (bad >= 0) return r * rows.n + bad;
+  }
+  return -1;
+}
+
 // Encodes rows from source_of(r), their decoded values going into sink_of(r); after each calls
-// done(r, sink), which may return the place of a value that cannot be coded. A row's first groups are
-// measured before the row ahead of it is finished.
+// done(r, sink), which returns the place of a value that cannot be coded, or -1.
 template <class SourceOf, class SinkOf, class Done>
 int64_t encode_rows(const tw_format& f, Rows rows, const int64_t* seeds, uint8_t* payload, const SourceOf& source_of,
                     const SinkOf& sink_of, const Done& done) {
   typedef decltype(source_of(0)) S;
   typedef decltype(sink_of(0)) Sink;
-  return with_mode<Sink::wants>(f, [&](auto c) -> int64_t {
+  return with_mode<Sink::wants>(f, [&](auto c) {
     typedef decltype(c) C;
-    typedef Encoder<C::mode, C::stochastic, C::table, S, Sink> E;
-    E encoders[2] = {E(f, rows.n), E(f, rows.n)};
-    const int64_t width = row_nbytes(f, rows.n);
-    for (int64_t r = 0; r <= rows.count; ++r) {
-      E& encoder = encoders[r % 2];
-      if (r < rows.count)
-        encoder.begin(source_of(r), sink_of(r), seeds ? seeds[r] : 0, payload + r * width, rows.a, rows.b);
-      if (r > 0) {
-        const int64_t bad = done(r - 1, encoders[(r - 1) % 2].finish());
-        if (bad >= 0) return (r - 1) * rows.n + bad;
-      }
-      if (r < rows.count) {
-        const int64_t bad = encoder.advance();
-        if (bad >= 0) return r * rows.n + bad;
-      }
-    }
-    return -1;
+    Encoder<C::mode, C::stochastic, C::table, S, Sink> encoder(f, rows.n);
+    return for_each_row(f, rows, payload, [&](int64_t r, uint8_t* row) {
+      Sink sink = sink_of(r);
+      const int64_t bad = encoder.run(source_of(r), sink, seeds ? seeds[r] : 0, row, rows.a, rows.b);
+      return bad < 0 ? done(r, sink) : bad;
+    });
   });
 }
 
@@ -124,14 +123,12 @@ int64_t decode_rows(const tw_format& f, Rows rows, const uint8_t* payload, bool 
     typedef decltype(c) C;
     if constexpr (!C::stochastic) {
       const Decoder<C::mode, C::table> decoder(f, rows.n);
-      const int64_t width = row_nbytes(f, rows.n);
-      for (int64_t r = 0; r < rows.count; ++r, payload += width) {
-        if (!checked && !valid_row(f, rows.n, payload)) return r * rows.n;
+      return for_each_row(f, rows, payload, [&](int64_t r, const uint8_t* row) -> int64_t {
+        if (!checked && !valid_row(f, rows.n, row)) return 0;
         auto sink = sink_of(r);
-        decoder.run(rows.a, rows.b, payload, sink);
-        const int64_t bad = done(r, sink);
-        if (bad >= 0) return r * rows.n + bad;
-      }
+        decoder.run(rows.a, rows.b, row, sink);
+        return done(r, sink);
+      });
     }
     return -1;
   });
@@ -281,17 +278,6 @@ void unrotate(float* floats, int64_t a, int64_t b, int64_t group, Sink& out) {
       sink.put_part(i, value, static_cast<int>(b - i));
   });
   out = sink;
-}
-
-// Calls step(r, row) for every row, row being its place in the payload.
-template <class Byte, class Step>
-int64_t for_each_row(const tw_format& f, Rows rows, Byte* payload, const Step& step) {
-  const int64_t width = row_nbytes(f, rows.n);
-  for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t bad = step(r, payload + r * width);
-    if (bad >= 0) return r * rows.n + bad;
-  }
-  return -1;
 }
 
 // Encodes the rotated values of the source; then calls after(start, end, floats), floats being free.

@@ -354,6 +354,14 @@ TW_INLINE void store_halves(uint16_t* p, vi x) {
 #endif
 }
 
+// The low halves of a, then those of b.
+TW_INLINE vi both_halves(vi a, vi b) {
+  uint16_t halves[2 * W];
+  store_halves(halves, a);
+  store_halves(halves + W, b);
+  return load<vi>(halves);
+}
+
 TW_INLINE void store_first_halves(void* p, vi x, int count) {
 #if defined(__AVX512F__)
   _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1),
@@ -395,15 +403,37 @@ struct B16 : Half<B16> {
   // In the high 16 bits of each lane; a value beyond the greatest becomes an infinity.
   static TW_INLINE vi rounded(vf x) {
     const vi u = bits_of(x);
-#if defined(__AVX512F__)
-    const __m512i up = reinterpret_cast<__m512i>(u + 0x7FFF);
-    const __mmask16 odd = _mm512_test_epi32_mask(reinterpret_cast<__m512i>(u), _mm512_set1_epi32(0x10000));
-    return reinterpret_cast<vi>(_mm512_mask_add_epi32(up, odd, up, _mm512_set1_epi32(1)));
-#else
     return u + 0x7FFF + (shift_right(u, 16) & 1);
+  }
+  // The same of two vectors, in the order of memory.
+  template <bool alternating>
+  static TW_INLINE vi rounded2(Two x) {
+#if defined(__AVX512F__)
+    // halves and what they leave are put in order by one shuffle each, and rounded all at once: the
+    // carry of rest + 0x7FFF + the half's last bit is the top bit of their mean
+    vs high, low;
+    for (int k = 0; k < 2 * W; ++k) {
+      const int from = alternating ? k / 2 * 2 + k % 2 * 2 * W : 2 * k;
+      low[k] = static_cast<int16_t>(from);
+      high[k] = static_cast<int16_t>(from + 1);
+    }
+    const __m512i a = reinterpret_cast<__m512i>(x.a), b = reinterpret_cast<__m512i>(x.b);
+    const __m512i half = _mm512_permutex2var_epi16(a, reinterpret_cast<__m512i>(high), b);
+    const __m512i rest = _mm512_permutex2var_epi16(a, reinterpret_cast<__m512i>(low), b);
+    const __m512i odd = _mm512_ternarylogic_epi32(half, _mm512_set1_epi16(1), _mm512_set1_epi16(0x7FFE), 0xEA);
+    const __m512i mean = _mm512_avg_epu16(rest, odd);
+    return reinterpret_cast<vi>(_mm512_sub_epi16(half, _mm512_srai_epi16(mean, 15)));
+#else
+    const vi a = shift_right(rounded(x.a), 16), b = rounded(x.b);
+    if constexpr (alternating) return a | (b & ~0xFFFF);
+    return both_halves(a, shift_right(b, 16));
 #endif
   }
   static TW_INLINE vi halves(vf x) { return shift_right(rounded(clamped(x, kMax)), 16); }
+  template <bool alternating>
+  static TW_INLINE void store2(T* p, Two x) {
+    TW_NS::store(p, rounded2<alternating>({clamped(x.a, kMax), clamped(x.b, kMax)}));
+  }
 };
 
 struct H16 : Half<H16> {
