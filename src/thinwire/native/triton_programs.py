@@ -131,6 +131,26 @@ def _put_parameters(
     tl.atomic_min(status, first, mask=first < FINE)
 
 
+@triton.jit
+def _random(seeds, row, i, STOCHASTIC: tl.constexpr):
+    """What stochastic rounding adds at positions i."""
+    random = 0.0
+    if STOCHASTIC:
+        random = noise_at(tl.load(seeds + row), i)
+    return random
+
+
+@triton.jit
+def _put_whole_blocks(codes, code, first, whole, BLOCKS: tl.constexpr, BITS: tl.constexpr):
+    """The planes of BLOCKS blocks from ``first`` on, as far as the row has ``whole`` ones."""
+    block = first + tl.arange(0, BLOCKS)[:, None]
+    for k in tl.static_range(4):
+        if BITS & (8 >> k):
+            at = block * (32 * BITS) + plane_start(256, BITS, 8 >> k)
+            at += tl.arange(0, 32 * (8 >> k))[None, :]
+            tl.store(codes + at, plane_bytes(code, BLOCKS, BITS, 8 >> k), mask=block < whole)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def measure_groups(
     x,
@@ -341,29 +361,18 @@ def encode_tiles(
         all_groups, row * n + group * GROUP, MODE,
     )  # fmt: skip
     lift, inverse = reciprocal(step_of(scale, MODE, STEP))
-    random = 0.0
-    if STOCHASTIC:
-        random = noise_at(tl.load(seeds + row), tl.reshape(i, (K, GROUP)))
+    random = _random(seeds, row, tl.reshape(i, (K, GROUP)), STOCHASTIC)
+    scale, offset = scale[:, None], offset[:, None]
     code = quantize(
-        v, scale[:, None], offset[:, None], lift[:, None], inverse[:, None], random,
-        BITS, MODE, STOCHASTIC,
-    )  # fmt: skip
+        v, scale, offset, lift[:, None], inverse[:, None], random, BITS, MODE, STOCHASTIC
+    )
     whole = length // BLOCK
-    BLOCKS: tl.constexpr = TILE // BLOCK
-    block = tile * BLOCKS + tl.arange(0, BLOCKS)
     codes = out + start + all_groups * (2 if MODE & 1 else 6)
-    for k in tl.static_range(4):
-        if BITS & (8 >> k):
-            byte = plane_bytes(code, BLOCKS, BITS, 8 >> k)
-            at = block[:, None] * (32 * BITS) + plane_start(256, BITS, 8 >> k)
-            at += tl.arange(0, 32 * (8 >> k))[None, :]
-            tl.store(codes + at, byte, mask=(block < whole)[:, None])
+    _put_whole_blocks(codes, code, tile * (TILE // BLOCK), whole, TILE // BLOCK, BITS)
     if KEPT:
-        y = m + tl.reshape(
-            value_of(code, scale[:, None], offset[:, None], BITS, MODE, STEP), (TILE,)
-        )
-        fits = tl.reshape(tl.broadcast_to((scale == scale)[:, None], (K, GROUP)), (TILE,))
-        mask = fits & (i < whole * BLOCK)
+        y = m + tl.reshape(value_of(code, scale, offset, BITS, MODE, STEP), (TILE,))
+        coded = tl.reshape(tl.broadcast_to(scale == scale, (K, GROUP)), (TILE,))
+        mask = coded & (i < whole * BLOCK)
         move(reference_of(after, row, KEPT, ALIGNED), i, y, mask, row, status, KEPT)
 
 
@@ -411,9 +420,7 @@ def encode_blocks(
             scale = tl.load(scales + at, mask=there, other=0)
             offset = tl.load(offsets + at, mask=there, other=0)
             lift, inverse = reciprocal(step_of(scale, MODE, STEP))
-            random = 0.0
-            if STOCHASTIC:
-                random = noise_at(tl.load(seeds + row), i)
+            random = _random(seeds, row, i, STOCHASTIC)
             code = quantize(v, scale, offset, lift, inverse, random, BITS, MODE, STOCHASTIC)
             byte = tl.sum(field_of(tl.where(there, code, 0), BITS, 8 >> k) << (part * (8 >> k)), 0)
             at = codes + plane_start(size, BITS, 8 >> k) + j
