@@ -136,8 +136,9 @@ def delta_encode(
     """The AQ-SGD step: changes of ``x`` [rows, n] into ``out``, references moved.
 
     ``before`` and ``after`` hold each row's reference as it is kept, the same tensors to move them
-    in place. ``energies`` [rows, 2] float32 gets each row's energy of change and value. Returns -1,
-    or the place of a value that cannot be coded, with ``out`` and ``after`` undefined.
+    in place. ``energies`` [rows, 2] float32, best on the CPU, gets each row's energy of change and
+    value. Returns -1, or the place of a value that cannot be coded, with ``out`` and ``after``
+    undefined.
     """
     _refuse_rotated(fmt, how)
     if x.numel() == 0:
@@ -146,15 +147,19 @@ def delta_encode(
         return -1
     x = with_rows(x)
     layout = _layout(x.shape[0], x.shape[1], sizes, fmt, x.device)
-    status = _statuses(3, x.device)
+    told = torch.full((12 + layout.rows,), _FINE, dtype=torch.int64, device=x.device)
+    status, found = _parts(told)
     with _on(x.device):
         values = _unpack(before, layout, how, status[0])
         m = before if values is None else values
         references = _references(m, after if values is None else values, how, x.device)
         if energies is not None:
-            launch.energies(x, layout, references, energies)
+            launch.energies(x, layout, references, found)
         launch.delta_encode(x, layout, seeds, out, references, status[1])
         packed = _pack(values, layout, how, status[2])
+    status, found = _parts(told.cpu())
+    if energies is not None:
+        energies.copy_(found, non_blocking=True)
     unpacked, step, kept = status.tolist()
     _check_stored(unpacked)
     place = _place(step, layout, x, m)
@@ -215,6 +220,11 @@ def _statuses(count: int, device: torch.device) -> Tensor:
     """What ``triton_programs`` calls the status, for each of ``count`` jobs [count, 4]: one is not
     used, for the sake of alignment."""
     return torch.full((count, 4), _FINE, dtype=torch.int64, device=device)
+
+
+def _parts(told: Tensor) -> tuple[Tensor, Tensor]:
+    """(statuses [3, 4], energies [rows, 2] float32) that the host reads in one go, int64."""
+    return told[:12].view(3, 4), told[12:].view(torch.float32).view(-1, 2)
 
 
 def _valid(status: Sequence[int]) -> bool:

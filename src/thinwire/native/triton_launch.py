@@ -124,10 +124,11 @@ class References:
         how: torch.dtype,
         device: torch.device,
     ) -> References:
-        """``before`` and ``after`` as ``how``, a row each."""
-        first, first_aligned = _addresses(before, device)
-        second, second_aligned = _addresses(after, device)
-        return cls(first, second, _KEPT[how], first_aligned and second_aligned)
+        """``before`` and ``after`` as ``how``, a row each. Raises ValueError if on another device."""
+        first, second = _addresses(before, device), _addresses(after, device)
+        aligned = not bool(((first | second) & 15).any())
+        first, second = (table.to(device, non_blocking=True) for table in (first, second))
+        return cls(first, second, _KEPT[how], aligned)
 
     def arguments(self) -> dict[str, Any]:
         """How a program finds what it reads."""
@@ -138,16 +139,15 @@ _KEPT = {torch.float32: 1, torch.bfloat16: 2}
 NO_REFERENCES = References()
 
 
-def _addresses(rows: Sequence[Tensor] | Tensor, device: torch.device) -> tuple[Tensor, bool]:
-    """The address of each row's data [rows] int64, and whether all are multiples of 16."""
+def _addresses(rows: Sequence[Tensor] | Tensor, device: torch.device) -> Tensor:
+    """The address of each row's data on ``device``: int64 [rows], still on the CPU."""
+    for held in [rows] if isinstance(rows, Tensor) else rows:
+        if held.device != device:  # what a program finds there would be no error of Python's
+            raise ValueError(f"a reference on {held.device} of values on {device}")
     if isinstance(rows, Tensor):
         step = rows.stride(0) * rows.element_size()
-        addresses = torch.arange(rows.shape[0], dtype=torch.int64, device=device)
-        addresses = addresses.mul_(step).add_(rows.data_ptr())
-        return addresses, rows.data_ptr() % 16 == 0 and step % 16 == 0
-    pointers = [row.data_ptr() for row in rows]
-    table = torch.tensor(pointers, dtype=torch.int64).to(device, non_blocking=True)
-    return table, all(pointer % 16 == 0 for pointer in pointers)
+        return torch.arange(rows.shape[0], dtype=torch.int64) * step + rows.data_ptr()
+    return torch.tensor([row.data_ptr() for row in rows], dtype=torch.int64)
 
 
 def _power_of_two(n: int) -> int:
