@@ -276,6 +276,7 @@ def test_tensors_that_are_not_floating_point_are_refused(name, dtype):
         ({"out": torch.zeros(5, dtype=torch.uint8)}, "at least 40 bytes"),
         ({"out": torch.zeros(50)}, "must be 1-D uint8"),
         ({"out": torch.zeros(50, 1, dtype=torch.uint8)}, "must be 1-D uint8"),
+        ({"out": torch.zeros(50, dtype=torch.uint8, device="meta")}, "bytes on cpu, not .* meta"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
@@ -283,8 +284,15 @@ def test_options_that_do_not_fit_are_refused(options, message):
         codec("int4").encode(normal(4, 6), **options)
 
 
-@pytest.mark.parametrize("out", [torch.zeros(6, 4), torch.zeros(4, 6, dtype=torch.float16)])
-def test_an_output_of_another_shape_or_dtype_is_refused(out):
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(6, 4),
+        torch.zeros(4, 6, dtype=torch.float16),
+        torch.zeros(4, 6, device="meta"),
+    ],
+)
+def test_an_output_of_another_shape_dtype_or_device_is_refused(out):
     payload = codec("int4").encode(normal(4, 6))
     with pytest.raises(ValueError, match=r"out must be torch\.float32 of shape"):
         codec("int4").decode(payload, (4, 6), torch.float32, out=out)
@@ -331,3 +339,14 @@ def test_coding_the_change_of_shorter_rows_leaves_the_input_unchanged(name):
     after = [torch.empty(200), torch.empty(300)]
     codec(name).encode_change(x, [200, 300], 0, before, after)
     assert torch.equal(x, normal(2, 300))
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4", "topk:0.1"])
+def test_a_change_is_coded_into_a_buffer_of_any_stride(name):
+    x, m = normal(2, 300), normal(2, 300, seed=1)
+    payloads = []
+    for stride in (1, 2):
+        buffer = torch.full((2 * 1300,), 171, dtype=torch.uint8)[::stride]
+        payload, _ = codec(name).encode_change(x, None, 0, list(m), list(m.clone()), buffer)
+        payloads.append(payload)
+    assert torch.equal(*payloads)

@@ -71,9 +71,9 @@ class Codec(Named):
     ) -> int | None:
         """The first ``sizes[i]`` (None: all) values of each row of ``x2`` into ``out``.
 
-        ``x2`` [rows, n] has any strides; ``out`` is 1-D uint8 of the most bytes that this can take.
-        Returns the bytes written, or None if a value cannot be coded; -1 - (row * n + index) where
-        it is known which.
+        ``x2`` [rows, n] has any strides; ``out`` is 1-D contiguous uint8 of the most bytes that
+        this can take. Returns the bytes written, or None if a value cannot be coded;
+        -1 - (row * n + index) where it is known which.
         """
         count, n = x2.shape
         for index, size, where in self._runs(count, n, sizes, x2.dtype):
@@ -142,10 +142,13 @@ class Codec(Named):
         x2 = x.detach().reshape(count, n)
         sizes = row_sizes(lengths, count, n)
         out = self._room(x2, sizes, out)
+        room = out if out.is_contiguous() else torch.empty_like(out)
         seeds = row_seeds(seed, count, x.device)
-        written = self._encode_all(x2, sizes, seeds, out)
+        written = self._encode_all(x2, sizes, seeds, room)
         if written is None or written < 0:
             raise unfit_value(x, self, lengths, count, written)
+        if room is not out:
+            out[:written] = room[:written]
         return out[:written]
 
     def decode(
@@ -168,10 +171,10 @@ class Codec(Named):
         self._check_payload(payload, shape, self._payload_nbytes(count, n, sizes, dtype))
         if out is None:
             out = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
-        elif out.shape != tuple(shape) or out.dtype != dtype:
+        elif out.shape != tuple(shape) or out.dtype != dtype or out.device != payload.device:
             raise ValueError(
-                f"out must be {dtype} of shape {tuple(shape)}, "
-                f"not {out.dtype} of {tuple(out.shape)}"
+                f"out must be {dtype} of shape {tuple(shape)} on {payload.device}, "
+                f"not {out.dtype} of {tuple(out.shape)} on {out.device}"
             )
         y = out if out.is_contiguous() else out.new_empty(out.shape)
         y2 = y.view(count, n)
@@ -240,10 +243,11 @@ class Codec(Named):
         total = self._payload_nbytes(count, n, sizes, x2.dtype)
         if out is None:
             return torch.empty(total, dtype=torch.uint8, device=x2.device)
-        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() < total:
+        fits = out.dtype == torch.uint8 and out.dim() == 1 and out.numel() >= total
+        if not fits or out.device != x2.device:
             raise ValueError(
-                f"out must be 1-D uint8 with at least {total} bytes, not "
-                f"{out.dtype} of shape {tuple(out.shape)}"
+                f"out must be 1-D uint8 with at least {total} bytes on {x2.device}, not "
+                f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
             )
         return out[:total]
 
@@ -352,14 +356,15 @@ def row_seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.shape != (count,):
             raise ValueError(f"seed must be an int or an int64 tensor of {count} values, one a row")
-        return seed.to(device)
+        return seed.to(device, non_blocking=device.type != "cpu")  # to a GPU: without waiting
     return _same_seeds(int(seed), count, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _same_seeds(seed: int, count: int, device: torch.device) -> Tensor:
     wrapped = (seed + 2**63) % 2**64 - 2**63
-    return torch.full((count,), wrapped, dtype=torch.int64, device=device)
+    # a copy that is waited for: another stream may be the next to ask
+    return torch.full((count,), wrapped, dtype=torch.int64).to(device)
 
 
 def _cumulative(widths: list[int]) -> list[int]:

@@ -129,7 +129,7 @@ class Integer(Codec):
         if self.zstd:
             return self._encode_compressed(x2, sizes, seeds, out)
         x = x2.to(torch.float32) if x2.dtype == torch.float64 else x2
-        if not (native.usable(x) and out.is_contiguous()):
+        if not native.usable(x):
             return super()._encode_all(x2, sizes, seeds, out)
         place = native.encode(x, sizes, self.format, seeds, out)
         return out.numel() if place < 0 else -1 - place
@@ -227,7 +227,8 @@ class Integer(Codec):
         after: Sequence[Tensor],
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[float, float]]]:
-        if not (self.fixed_size and native.usable(x)):
+        in_line = out is None or out.is_contiguous()
+        if not (self.fixed_size and in_line and native.usable(x)):
             return super().encode_change(x, lengths, seed, before, after, out)
         rows, n = x.shape
         sizes = row_sizes(lengths, rows, n)

@@ -50,7 +50,7 @@ class Tile(Codec):
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:
         x = x2 if x2.dtype in tile_kernels.DTYPES else x2.to(torch.float32)
-        if not (tile_kernels.usable(x) and out.is_contiguous()):
+        if not tile_kernels.usable(x):
             return super()._encode_all(x2, sizes, seeds, out)
         place = tile_kernels.encode(x, sizes, self.format, out)
         return out.numel() if place < 0 else -1 - place
