@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.native.kernel_cases import (
+    DTYPES,
     GROUPS,
     KINDS,
     LARGE,
@@ -162,7 +163,7 @@ def test_a_step_is_encoded_as_by_the_twin(kept, in_place, data):
 def test_a_step_is_decoded_as_by_the_twin(kept, in_place, data):
     step = data.draw(steps(REFERENCES[kept]).filter(lambda step: step.codable))
     for level in LEVELS:
-        for dtype in (None, torch.float32, torch.bfloat16):
+        for dtype in (None, torch.float32, torch.bfloat16, torch.float16):
             y = None if dtype is None else torch.full(step.x.shape, torch.nan, dtype=dtype)
             valid, after = step.decode(in_place, level, y)
             assert valid
@@ -194,7 +195,7 @@ def test_a_change_that_cannot_be_coded_is_found(kept, level):
 def test_nothing_but_the_rows_is_written_by_decoding_a_step(kept, level):
     fmt = format_of("std", 2, 100)
     step = Step(normal(3, 1000), normal(3, 1000, 1), None, fmt, REFERENCES[kept])
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         whole = torch.full((5, 1003), 7.0, dtype=dtype)
         step.decode(False, level, whole[1:-1, 1:-2])
         assert bool((whole[0] == 7).all() and (whole[-1] == 7).all())

@@ -24,6 +24,7 @@ from thinwire.native.tensors import DTYPES, row_lengths, usable, with_rows
 __all__ = ["decode", "delta_decode", "delta_encode", "encode", "usable"]
 
 _SYMMETRIC, _STOCHASTIC, _STD, _HADAMARD = 1, 2, 4, 8
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 class _Format(ctypes.Structure):
@@ -192,9 +193,14 @@ def delta_decode(
 ) -> bool:
     """The receiver's half: references moved by ``payload`` for ``shape`` = (rows, n).
 
-    ``y`` [rows, n] float32 or bfloat16, rows contiguous, gets what the receiver computes on.
+    ``y`` [rows, n] of any dtype that is coded, rows contiguous, gets what the receiver computes on.
     Returns False, with ``after`` and ``y`` undefined, if the payload or a sum is invalid.
     """
+    if y is not None and y.dtype == torch.float16:
+        wide = torch.empty_like(y, dtype=torch.float32)
+        valid = delta_decode(payload, shape, sizes, fmt, before, after, how, wide)
+        y.copy_(wide.clamp(-_FP16_MAX, _FP16_MAX))
+        return valid
     rows, n = shape
     return (
         _functions().delta_decode(
