@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.native.digest import cases
-from thinwire.native import delta_reference, reference, triton_kernels, triton_launch
+from thinwire.native import delta_reference, reference, triton_kernels, triton_launch, triton_use
 from thinwire.native.reference import IntegerFormat
 
 MODES = [  # symmetric, stochastic, std
@@ -234,9 +234,9 @@ def mismatches(device: str) -> Iterator[str]:
         fmt = IntegerFormat(4, 8, symmetric, False, True)
         if problem := check(torch.full((1, 16), -0.0), fmt, None, device):
             yield f"{fmt} negative zeros: {problem}"
-    packed = IntegerFormat(8, 64, False, False, False)
+    packed = [IntegerFormat(bits, 64, False, False, False) for bits in (8, 4)]
     kept: itertools.cycle[delta_reference.Kept] = itertools.cycle(
-        (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, packed)
+        (torch.float32, torch.bfloat16, packed[0], torch.bfloat16, torch.float32, packed[1])
     )
     for k, fmt in enumerate(list(formats((128, 100, 0)))[::2]):
         how, sizes = next(kept), (None, [600, 300, 1])[k // 3 % 2]
@@ -332,7 +332,14 @@ def ptx(program, arguments, backend: str, capability: int) -> str:
 
 
 def test_tensors_on_the_cpu_are_left_to_others():
-    assert not triton_kernels.usable(torch.zeros(2, 3))
+    assert not triton_use.usable(torch.zeros(2, 3), IntegerFormat(4, 128, False, False, False))
+
+
+def test_a_reference_on_another_device_is_refused():
+    here, elsewhere = torch.zeros(2, 3), torch.zeros(2, 3, device="meta")
+    for before, after in ((here, list(elsewhere)), (elsewhere, here), ([], elsewhere)):
+        with pytest.raises(ValueError, match="a reference on meta of values on cpu"):
+            triton_launch.References.of(before, after, torch.float32, here.device)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +355,7 @@ def test_the_reason_for_doing_without_triton_says_what_to_do(monkeypatch, versio
     monkeypatch.setattr(importlib.metadata, "version", installed)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CC", "cc")
-    reason = triton_kernels.why_missing.__wrapped__()
+    reason = triton_use.why_missing.__wrapped__()
     assert said in reason
     assert bool(reason) == bool(said)
 
@@ -372,7 +379,6 @@ def test_a_rotated_format_is_refused_before_anything_is_done(call):
     }
     with pytest.raises(ValueError, match="GPU kernels do not rotate"):
         calls[call]()
-    assert not triton_kernels.usable(x, fmt)
 
 
 if __name__ == "__main__":

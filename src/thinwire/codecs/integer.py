@@ -129,17 +129,19 @@ class Integer(Codec):
         if self.zstd:
             return self._encode_compressed(x2, sizes, seeds, out)
         x = x2.to(torch.float32) if x2.dtype == torch.float64 else x2
-        if not native.usable(x):
+        kernels = native.kernels_for(x, self.format)
+        if kernels is None:
             return super()._encode_all(x2, sizes, seeds, out)
-        place = native.encode(x, sizes, self.format, seeds, out)
+        place = kernels.encode(x, sizes, self.format, seeds, out)
         return out.numel() if place < 0 else -1 - place
 
     def _decode_all(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
         if self.zstd:
             return self._decode_compressed(payload, y2, sizes)
-        if not native.usable(y2):
+        kernels = native.kernels_for(y2, self.format)
+        if kernels is None:
             return super()._decode_all(payload, y2, sizes)
-        return native.decode(payload.contiguous(), sizes, self.format, y2)
+        return kernels.decode(payload.contiguous(), sizes, self.format, y2)
 
     @functools.cached_property
     def _plain(self) -> Integer:
@@ -228,13 +230,14 @@ class Integer(Codec):
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[float, float]]]:
         in_line = out is None or out.is_contiguous()
-        if not (self.fixed_size and in_line and native.usable(x)):
+        kernels = native.kernels_for(x, self.format) if self.fixed_size and in_line else None
+        if kernels is None:
             return super().encode_change(x, lengths, seed, before, after, out)
         rows, n = x.shape
         sizes = row_sizes(lengths, rows, n)
         payload = self._room(x, sizes, out)
         energies = torch.empty((rows, 2), dtype=torch.float32)
-        place = native.delta_encode(
+        place = kernels.delta_encode(
             x.detach(),
             sizes,
             self.format,
@@ -257,15 +260,15 @@ class Integer(Codec):
         after: Sequence[Tensor],
         y: Tensor,
     ) -> None:
-        wide = y.dtype in (torch.float32, torch.bfloat16)
-        if not (self.fixed_size and wide and native.usable(y)):
+        kernels = native.kernels_for(y, self.format) if self.fixed_size else None
+        if kernels is None:
             super().decode_change(payload, lengths, before, after, y)
             return
         rows, n = y.shape
         sizes = row_sizes(lengths, rows, n)
         self._check_payload(payload, y.shape, self._payload_nbytes(rows, n, sizes, y.dtype))
         kept = torch.float32
-        if not native.delta_decode(
+        if not kernels.delta_decode(
             payload.contiguous(), (rows, n), sizes, self.format, before, after, kept, y
         ):
             raise ValueError(f"codec {self}: the payload holds {self._invalid}")

@@ -1,21 +1,18 @@
-"""The arithmetic of the codecs: compiled kernels, and the eager twins that define them.
+"""The arithmetic of the codecs: kernels, and the eager twins that define them.
 
-``encode_rows`` and ``decode_rows`` are the twin, for rows of one length on any device. ``encode``,
-``decode`` and the AQ-SGD step, ``delta_encode`` and ``delta_decode``, are the kernels, for all rows
-of a tensor at once, where ``usable`` says that they are there. Both give the same bytes.
+``encode_rows`` and ``decode_rows`` are the twin, for rows of one length on any device.
+``kernels_for`` gives the kernels for all rows of a tensor at once, where there are any: ``encode``,
+``decode`` and the AQ-SGD step, ``delta_encode`` and ``delta_decode``. Both give the same bytes.
 """
 
-from thinwire.native.kernels import decode, delta_decode, delta_encode, encode, usable
+from thinwire.native.dispatch import Kernels, kernels_for
 from thinwire.native.reference import IntegerFormat, decode_rows, encode_rows, row_nbytes
 
 __all__ = [
     "IntegerFormat",
-    "decode",
+    "Kernels",
     "decode_rows",
-    "delta_decode",
-    "delta_encode",
-    "encode",
     "encode_rows",
+    "kernels_for",
     "row_nbytes",
-    "usable",
 ]

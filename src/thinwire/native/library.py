@@ -1,8 +1,8 @@
 """The compiled kernels as a shared object: found, loaded once, and run at a chosen level.
 
 A level is a set of instructions that the kernels were compiled for; the best one that the machine
-has is in use from the start. Every level gives the same bytes, and so does the torch twin
-("eager"), which runs where there is no library.
+has is in use from the start. Every level gives the same bytes, and so do the torch twin ("eager"),
+which runs where there is no library, and Triton's programs ("triton", see ``dispatch``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 #: What tw_abi_version() in csrc/dispatch.cpp has to answer.
 ABI_VERSION = 2
 EAGER = "eager"
+TRITON = "triton"
 
 _logger = logging.getLogger(__name__)
 
@@ -39,14 +40,15 @@ class Loader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.RLock()
-        self._tried = self._warned = self._eager = False
+        self._tried = self._warned = False
+        self._instead = ""
         self._handle: ctypes.CDLL | None = None
         self._reason = ""
         self._levels: list[str] = []
 
     def library(self) -> ctypes.CDLL | None:
-        """The library, or None where the eager twin is to run; the first None is logged."""
-        if self._eager:
+        """The library, or None where it is not to run; that it is not there is logged once."""
+        if self._instead:
             return None
         self._load()
         if self._handle is None and not self._warned:
@@ -72,7 +74,11 @@ class Loader:
 
     def level(self) -> str:
         """The level in use; "eager" without a library."""
-        return EAGER if self._eager else self._active() or EAGER
+        return self._instead or self._active() or EAGER
+
+    def instead(self) -> str:
+        """What is forced instead of the library: "eager", "triton" or nothing."""
+        return self._instead
 
     def set_level(self, name: str) -> None:
         """Use another level, for the whole process; not while kernels run.
@@ -87,20 +93,25 @@ class Loader:
 
     @contextlib.contextmanager
     def forced(self, level: str) -> Iterator[None]:
-        """Use a level, or "eager", inside; for the whole process, so for tests alone."""
-        before = self._active(), self._eager
-        if level != EAGER:
+        """Use a level inside, for the whole process, so for tests alone.
+
+        "eager" is the torch twin on CUDA too. With "triton" tensors on the CPU take Triton's
+        programs, which needs its interpreter (TRITON_INTERPRET=1), and what has none the twin.
+        """
+        before = self._active(), self._instead
+        instead = level if level in (EAGER, TRITON) else ""
+        if not instead:
             self.set_level(level)
-        self._eager = level == EAGER
+        self._instead = instead
         try:
             yield
         finally:
-            active, self._eager = before
+            active, self._instead = before
             if active is not None:
                 self.set_level(active)
 
     def _active(self) -> str | None:
-        """The library's level, whether or not the eager twin is forced; None without library."""
+        """The library's level, whatever is forced instead; None without library."""
         self._load()
         if self._handle is None:
             return None
@@ -155,5 +166,6 @@ library = _loader.library
 why_missing = _loader.why_missing
 levels = _loader.levels
 level = _loader.level
+instead = _loader.instead
 set_level = _loader.set_level
 forced = _loader.forced

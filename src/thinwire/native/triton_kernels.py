@@ -9,11 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib.metadata
-import logging
-import os
-import shutil
 from collections.abc import Sequence
 
 import torch
@@ -22,69 +17,16 @@ from torch import Tensor
 from thinwire.native import triton_launch as launch
 from thinwire.native.delta_reference import Kept
 from thinwire.native.reference import IntegerFormat
-from thinwire.native.tensors import DTYPES, with_rows
+from thinwire.native.tensors import with_rows
 from thinwire.native.triton_launch import NO_REFERENCES, Layout, References
 
-#: Older ones flush subnormals in div_rn and sqrt_rn (triton-lang/triton#8557).
-MINIMUM_TRITON = (3, 6)
-#: The compute capability from which Triton supports NVIDIA's GPUs.
-_OLDEST_GPU = (8, 0)
-
 _FINE = 2**63 - 1
-#: Positions in a row are int32 in the programs, with room for what is added to them.
-_MOST_VALUES = 2**30
-
-_logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def why_missing() -> str:
-    """One line that says why Triton does not serve here, and what to do; empty if it does."""
-    try:
-        found = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "Triton is not installed: pip install triton"
-    if tuple(int(part) for part in found.split(".")[:2]) < MINIMUM_TRITON:
-        least = ".".join(map(str, MINIMUM_TRITON))
-        return f"Triton {found} is too old: install {least} or newer"
-    if torch.version.cuda is None:
-        return "torch has no CUDA, and on other GPUs the arithmetic is unchecked"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton finds no C compiler: install gcc or clang, or name one in CC"
-    return ""
-
-
-@functools.cache
-def _available(device: torch.device) -> bool:
-    reason = why_missing()
-    if not reason and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
-        reason = f"Triton does not support {torch.cuda.get_device_name(device)}"
-    if reason:
-        _logger.warning(
-            "thinwire's GPU kernels are not there (%s): "
-            "codecs run on the slower torch twin, with the same bytes",
-            reason,
-        )
-    return not reason
-
-
-def usable(x: Tensor, *formats: Kept) -> bool:
-    """Whether the kernels are there and take ``x``'s device, dtype and size, and the formats.
-
-    They do not rotate: formats with ``hadamard`` are left to the eager twin.
-    """
-    fits = x.device.type == "cuda" and x.dtype in DTYPES and x.numel() < _MOST_VALUES
-    return fits and not any(map(_rotated, formats)) and _available(x.device)
-
-
-def _rotated(how: Kept) -> bool:
-    return isinstance(how, IntegerFormat) and how.hadamard
 
 
 def _refuse_rotated(*formats: Kept) -> None:
-    """Raise ValueError for formats that ``usable`` does not take: their flag would be lost."""
+    """Raise ValueError for formats with ``hadamard``, a flag that would be lost."""
     for how in formats:
-        if _rotated(how):
+        if isinstance(how, IntegerFormat) and how.hadamard:
             raise ValueError(f"the GPU kernels do not rotate, as {how} demands; use the eager twin")
 
 

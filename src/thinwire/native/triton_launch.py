@@ -124,7 +124,10 @@ class References:
         how: torch.dtype,
         device: torch.device,
     ) -> References:
-        """``before`` and ``after`` as ``how``, a row each. Raises ValueError if on another device."""
+        """``before`` and ``after`` as ``how``, a row each.
+
+        Raises ValueError if they are not on ``device``.
+        """
         first, second = _addresses(before, device), _addresses(after, device)
         aligned = not bool(((first | second) & 15).any())
         first, second = (table.to(device, non_blocking=True) for table in (first, second))
