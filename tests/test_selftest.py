@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from thinwire import selftest
 from thinwire.cli import main
@@ -23,7 +27,7 @@ def test_every_level_here_agrees_with_the_recorded_hashes(
 ) -> None:
     assert main(["selftest"]) == 0
     shown = capsys.readouterr()
-    lines = [line for line in shown.out.splitlines() if not line.startswith("kernels")]
+    lines = [line for line in shown.out.splitlines() if " not " not in line]
     assert [line.split()[0] for line in lines] == selftest.levels()
     assert all(line.endswith("  ok") for line in lines)
     assert shown.err == ""
@@ -83,7 +87,38 @@ def test_without_kernels_the_eager_twin_is_tested_and_the_reason_shown(
     assert main(["selftest"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "kernels    not here: not built"
-    assert shown[1].startswith("eager ")
+    assert any(line.startswith("eager ") for line in shown)
+
+
+@pytest.mark.usefixtures("few")
+def test_what_keeps_triton_from_being_tested_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert main(["selftest"]) == 0
+    assert "triton     not tested: there is no CUDA device" in capsys.readouterr().out.splitlines()
+
+
+def test_triton_gives_the_recorded_hashes_under_its_interpreter() -> None:
+    pytest.importorskip("triton")
+    code = (
+        "from thinwire import selftest as s; s.levels = lambda: ['triton'];"
+        "s.CODECS = {spec: s.CODECS[spec] for spec in ['int4', 'int8:symmetric']};"
+        "s.SCHEMES = {spec: s.SCHEMES[spec] for spec in ['delta(int2,first=int4)']};"
+        "raise SystemExit(s.run([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "triton       2 codecs, 1 schemes  ok\n"
+    assert done.returncode == 0
 
 
 def test_a_wrong_option_is_exit_code_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """``thinwire selftest``: whether this machine computes the very bytes that all others compute.
 
 Codecs and schemes run on data that is itself free of ISA differences, at every level of the
-kernels that the machine has, on the eager twin, and on CUDA where there is a device. Hashes of
+kernels that the machine has, on the eager twin, and on CUDA where there is a device: by Triton's
+kernels and by the twin. Under TRITON_INTERPRET=1 Triton's run on the CPU. Hashes of
 payloads, decoded values and references are compared with those below. A change of one of these is
 a change of the wire format. All of them anew: ``python -m tests.native.digest``.
 """
@@ -19,9 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire import native
 from thinwire.codecs import codec
-from thinwire.native import library
+from thinwire.native import library, triton_use
 from thinwire.schemes import Visit, scheme
 from thinwire.train.arguments import Parser
 
@@ -185,23 +185,50 @@ class Result:
         return self.found == self.expected
 
 
+#: The eager twin on a CUDA device.
+CUDA = "cuda"
+
+
 def levels() -> list[str]:
     """What can be tested here."""
-    cuda = ["cuda"] if torch.cuda.is_available() else []
-    return [*library.levels(), library.EAGER, *cuda]
+    triton = [] if why_no_triton() else [library.TRITON]
+    cuda = [CUDA] if torch.cuda.is_available() else []
+    return [*library.levels(), library.EAGER, *triton, *cuda]
+
+
+def why_no_triton() -> str:
+    """One line that says why Triton's kernels cannot be tested here; empty if they can."""
+    if triton_use.interpreted():
+        return ""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return triton_use.why_not(_cuda())
+
+
+def _cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _where(level: str) -> tuple[torch.device, contextlib.AbstractContextManager[None]]:
+    """The device on which a level is tested, and what makes it the level in use."""
+    if level == CUDA:
+        return _cuda(), library.forced(library.EAGER)
+    if level == library.TRITON and not triton_use.interpreted():
+        return _cuda(), contextlib.nullcontext()
+    return torch.device("cpu"), library.forced(level)
 
 
 def check(level: str) -> Iterator[Result]:
     """Every codec and scheme at one of ``levels()``."""
-    device = "cuda" if level == "cuda" else "cpu"
-    with contextlib.nullcontext() if level == "cuda" else library.forced(level):
+    device, in_use = _where(level)
+    with in_use:
         for spec, expected in CODECS.items():
             yield Result(level, "codec", spec, _found(codec_digest, spec, device), expected)
         for spec, expected in SCHEMES.items():
             yield Result(level, "scheme", spec, _found(scheme_digest, spec, device), expected)
 
 
-def _found(digest: Callable[[str, str], str], spec: str, device: str) -> str:
+def _found(digest: Callable[[str, torch.device], str], spec: str, device: torch.device) -> str:
     try:
         return digest(spec, device)
     except (ValueError, RuntimeError) as error:
@@ -220,6 +247,8 @@ def run(arguments: Sequence[str]) -> int:
     results: list[Result] = []
     if library.why_missing() and not options.json:
         print(f"{'kernels':<10} not here: {library.why_missing()}")
+    if why_no_triton() and not options.json:
+        print(f"{library.TRITON:<10} not tested: {why_no_triton()}")
     for level in levels():
         part = list(check(level))
         results += part
@@ -234,12 +263,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _line(level: str, part: list[Result]) -> str:
-    name = level
-    if level == "cuda":
-        name += " Triton" if native.usable(torch.empty(1, 1, device="cuda")) else " eager"
     counted = f"{len(CODECS)} codecs, {len(SCHEMES)} schemes"
     wrong = sum(not result.ok for result in part)
-    return f"{name:<12} {counted}  {f'{wrong} WRONG' if wrong else 'ok'}"
+    return f"{level:<12} {counted}  {f'{wrong} WRONG' if wrong else 'ok'}"
 
 
 def _complaint(wrong: list[Result]) -> str:
@@ -257,5 +283,6 @@ def _document(results: list[Result]) -> dict[str, object]:
         "machine": platform.machine(),
         "torch": torch.__version__,
         "why_no_kernels": library.why_missing() or None,
+        "why_no_triton": why_no_triton() or None,
         "results": [{**dataclasses.asdict(r), "ok": r.ok} for r in results],
     }
