@@ -93,10 +93,10 @@ class Loader:
 
     @contextlib.contextmanager
     def forced(self, level: str) -> Iterator[None]:
-        """Use a level inside, for the whole process, so for tests alone.
+        """Use a level inside, for the whole process: for tests, or to do without Triton.
 
         "eager" is the torch twin on CUDA too. With "triton" tensors on the CPU take Triton's
-        programs, which needs its interpreter (TRITON_INTERPRET=1), and what has none the twin.
+        programs, for which TRITON_INTERPRET=1 has to be set, or where there are none the twin.
         """
         before = self._active(), self._instead
         instead = level if level in (EAGER, TRITON) else ""
