@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simd.h"
 #include "topk.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -147,17 +148,20 @@ class GolombSink {
 
  private:
   void batch(int count) {
-    uint32_t quotient[kBatch + 4], low[kBatch + 4];
+    uint32_t quotient[kBatch + W], low[kBatch + W];
     const int bits = bits_;
     const uint32_t mask = (uint32_t{1} << bits) - 1;
-    uint32_t longest = 0;
-    for (int i = 0; i < count; ++i) {
-      const uint32_t gap = positions_[i + 1] - positions_[i] - 1;
-      low[i] = gap & mask;
-      quotient[i] = gap >> bits;
+    for (int i = 0; i < count; i += W) {
+      const vu gap = load<vu>(positions_ + i + 1) - load<vu>(positions_ + i) - 1;
+      store(low + i, gap & mask);
+      store(quotient + i, gap >> bits);
     }
-    if (Ternary) put_ternary(quotient, count);
-    for (int i = 0; i < count; ++i) longest = quotient[i] > longest ? quotient[i] : longest;
+    for (int i = count; i < (count + W - 1) / W * W; ++i) quotient[i] = 0;  // made of what lay beyond
+    uint32_t longest = greatest_of(quotient, count);
+    if (Ternary) {
+      put_ternary(quotient, count, longest);
+      longest /= 3;
+    }
     // four at a time, where four are certain to be shorter than a word
     BitString string = low_;
     int i = 0;
@@ -183,13 +187,28 @@ class GolombSink {
     }
     unary_ = string;
   }
-  // Replaces the quotients by their thirds.
-  void put_ternary(uint32_t* quotient, int count) {
-    uint8_t digit[kBatch + 4];
-    for (int i = 0; i < count; ++i) {
-      const uint32_t third = static_cast<uint32_t>(uint64_t{quotient[i]} * 0xaaaaaaabu >> 33);
-      digit[i] = static_cast<uint8_t>(quotient[i] - 3 * third);
-      quotient[i] = third;
+  static uint32_t greatest_of(const uint32_t* quotient, int count) {
+    vu most = vu{};
+    for (int i = 0; i < count; i += W) most = maximum(most, load<vu>(quotient + i));
+    uint32_t longest = 0;
+    for (int k = 0; k < W; ++k) longest = most[k] > longest ? most[k] : longest;
+    return longest;
+  }
+  // Replaces the quotients, of which `longest` is the greatest, by their thirds.
+  void put_ternary(uint32_t* quotient, int count, uint32_t longest) {
+    uint8_t digit[kBatch + W];
+    if (longest < (1 << 16)) {  // the product fits, and is exact
+      for (int i = 0; i < count; i += W) {
+        const vu q = load<vu>(quotient + i), third = q * 43691u >> 17;
+        store_codes(digit + i, reinterpret_cast<vi>(q - 3 * third));
+        store(quotient + i, third);
+      }
+    } else {
+      for (int i = 0; i < count; ++i) {
+        const uint32_t third = static_cast<uint32_t>(uint64_t{quotient[i]} * 0xaaaaaaabu >> 33);
+        digit[i] = static_cast<uint8_t>(quotient[i] - 3 * third);
+        quotient[i] = third;
+      }
     }
     for (int i = count; i < count + 4; ++i) digit[i] = 0;
     uint8_t* at = ternary_;

@@ -116,6 +116,7 @@ TW_INLINE Extremes extremes2(const S& source, int64_t a, int64_t b) {
 template <class E, bool alternating_>
 struct Values {
   static constexpr bool alternating = alternating_;
+  static constexpr int kBatchesAhead = 2;  // of what is coded, memory is asked for values: as measured
   const typename E::T* x;
   TW_INLINE Two at2(int64_t i) const { return E::template load2<alternating>(x + i); }
   TW_INLINE Two at2(int64_t i, Two*) const { return at2(i); }
@@ -145,6 +146,7 @@ struct Values {
 template <class E, class M, bool alternating_>
 struct Change {
   static constexpr bool alternating = alternating_;
+  static constexpr int kBatchesAhead = 1;
   const typename E::T* x;
   const typename M::T* m;
   vf one = hidden_one();
@@ -438,7 +440,7 @@ TW_INLINE bool decodable(Mode mode, int bits, float scale, float offset) {
 // Values to codes.
 template <Mode mode, bool stochastic, bool plain>
 struct Quantizer {
-  vf minus_offset, lift, inverse, bottom, top, threshold, one = hidden_one();
+  vf minus_offset, lift, inverse, bottom, top, threshold, one = hidden_one(), unit = splat(kNoiseUnit);
   int bias, half;
 
   Quantizer(const Group& g, int bits)
@@ -456,7 +458,9 @@ struct Quantizer {
       if constexpr (!plain) t *= lift;
       t *= inverse;
       if constexpr (stochastic) {
-        t = clamp(t + noise);  // a little more than the top level, and noise near 1, would pass it
+        // a little more than the top level, and noise near 1, would pass it
+        t = least(plus_scaled(noise, unit, t), top);
+        if constexpr (mode == kSymmetric || !plain) t = greatest(t, bottom);
         vi floor = truncate(t);
         if constexpr (mode == kSymmetric) floor += (to_float(floor) > t) + bias;  // true is -1
         return floor;
@@ -465,17 +469,33 @@ struct Quantizer {
         return mode == kSymmetric ? nearest(t) + bias : nearest(t);
       }
     } else {
-      const vf d = plus(x, minus_offset, one);
+      const vf d = centred(x);
       const vi negative = bits_of(d) >> 31;  // -1 or 0
       if constexpr (mode == kStd1) return negative + 1;
-      if constexpr (mode == kStd2) return ((absolute(d) > threshold) & 1) ^ (negative + 2);
+      if constexpr (mode == kStd2) return flipped_where_greater(negative + 2, absolute(d), threshold);
       vf t = absolute(d);
       if constexpr (!plain) t *= lift;
       return truncate(least(t * inverse, top)) ^ (negative + (1 + half));
     }
   }
 
+  // Four vectors at once, where codes are made of signs: of d, and of threshold - |d|.
+  static constexpr bool by_signs = kPacksSigns && (mode == kStd1 || mode == kStd2);
+  TW_INLINE void store4(uint8_t* codes, const vf* x) const {
+    vi sign[4], far[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      sign[k] = bits_of(centred(x[k]));
+      far[k] = bits_of(threshold) - (sign[k] & 0x7FFFFFFF);
+    }
+    if constexpr (mode == kStd1)
+      store_codes_of_signs(codes, packed_signs(sign));
+    else
+      store_codes_of_signs(codes, packed_signs(sign), packed_signs(far));
+  }
+
  private:
+  TW_INLINE vf centred(vf x) const { return plus(x, minus_offset, one); }
   TW_INLINE vf clamp(vf t) const { return least(greatest(t, bottom), top); }
 };
 
@@ -495,6 +515,15 @@ TW_INLINE void quantize(const Q& quantizer, const D& dequantizer, const S& sourc
     if constexpr (Sink::wants) sink.template move2<alternating, watched>(i, m, {dequantizer(code[0]), dequantizer(code[1])});
   };
   int64_t i = a;
+  if constexpr (Q::by_signs && !Sink::wants && !alternating) {
+    for (; i + 4 * W <= b; i += 4 * W) {
+      source.prefetch(i + ahead);
+      source.prefetch(i + 2 * W + ahead);
+      const Two p = source.at2(i), q = source.at2(i + 2 * W);
+      const vf x[4] = {p.a, p.b, q.a, q.b};
+      quantizer.store4(codes + (i - a), x);
+    }
+  }
   for (; i + 4 * W <= b; i += 4 * W) {
     vi code[4];
     pair(i, code);
@@ -845,7 +874,7 @@ class Encoder {
       one.inverse = batch.inverses[g];
       const Quantizer<mode, stochastic, true> quantizer(one, bits);
       const auto dequantizer = levels.group(one.scale, one.offset);
-      const int64_t a = batch.start + g * group, ahead = batch.count * group;
+      const int64_t a = batch.start + g * group, ahead = S::kBatchesAhead * batch.count * group;
       if constexpr (keeps)
         quantize<stochastic, false>(quantizer, dequantizer, Kept<S>{from, batch.kept - batch.start}, a, a + group, noise, codes,
                              to, ahead);
@@ -895,11 +924,6 @@ class Encoder {
     const vi b = (bits_of(x) + 0xFFFF) & ~0xFFFF;
     return float_of(b < 0x7F7F0000 ? b : splat(0x7F7F0000));
   }
-  static TW_INLINE vf root(vf x) {
-    for (int k = 0; k < W; ++k) x[k] = std::sqrt(x[k]);
-    return x;
-  }
-
   // Vectors first, first + step, … (`vectors` of them) of the group at `start`, summed by halving.
   template <int vectors, class F>
   static TW_INLINE vf halved(const S& from, int64_t start, int first, int step, const F& f) {
@@ -912,6 +936,7 @@ class Encoder {
   template <int vectors>
   TW_INLINE void sums_of(const S& from, int64_t start, int count, vf* mean, vf* squares) const {
     constexpr int64_t group = vectors * W;
+    const vf one = hidden_one();
     float middle[W] = {};
     if (!layout.symmetric) {
       for (int g = 0; g < count; ++g)
@@ -922,7 +947,7 @@ class Encoder {
     for (int g = 0; g < count; ++g) {
       const vf m = splat(middle[g]);
       squares[g] = halved<vectors>(from, start + g * group, 0, 1, [&](vf x) __attribute__((always_inline)) {
-        const vf c = x - m;
+        const vf c = minus(x, m, one);
         return c * c;
       });
     }
@@ -937,6 +962,9 @@ class Encoder {
     switch (layout.group) {
       case 32: sums_of<32 / W>(from, start, count, mean, squares); return true;
       case 64: sums_of<64 / W>(from, start, count, mean, squares); return true;
+      case 256: sums_of<256 / W>(from, start, count, mean, squares); return true;
+      case 512: sums_of<512 / W>(from, start, count, mean, squares); return true;
+      case 1024: sums_of<1024 / W>(from, start, count, mean, squares); return true;
       default: return false;
     }
   }

@@ -14,7 +14,10 @@ TW_INLINE uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// Uniform in [0, 1), by seed and position in the row.
+// What noise is a multiple of: 2**-24.
+constexpr float kNoiseUnit = 5.9604644775390625e-8f;
+
+// Uniform in [0, 1), by seed and position in the row; in units of kNoiseUnit.
 struct Noise {
   uint32_t low, high;
 
@@ -44,7 +47,7 @@ struct Noise {
     x ^= (x >> 15) ^ high;
     x *= 0x846CA68Bu;
     x ^= x >> 16;
-    return to_float(reinterpret_cast<vi>(x >> 8)) * splat(5.9604644775390625e-8f);  // 2**-24
+    return to_float(reinterpret_cast<vi>(x >> 8));
   }
 };
 

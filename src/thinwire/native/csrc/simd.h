@@ -2,6 +2,7 @@
 // every level: one rounding an operation, no fused multiply-add, no approximate instruction.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -77,6 +78,17 @@ TW_INLINE vf hidden_one() {
 #endif
   return one;
 }
+// code, with its last bit flipped where a > b.
+TW_INLINE vi flipped_where_greater(vi code, vf a, vf b) {
+#if defined(__AVX512F__)
+  const __mmask16 greater = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GT_OQ);
+  const __m512i c = reinterpret_cast<__m512i>(code);
+  return reinterpret_cast<vi>(_mm512_mask_xor_epi32(c, greater, c, _mm512_set1_epi32(1)));
+#else
+  return code ^ ((a > b) & 1);
+#endif
+}
+
 // Keeps a loaded vector in a register: three uses of it would else be three loads.
 TW_INLINE vf pinned(vf x) {
 #if defined(__AVX512F__)
@@ -96,6 +108,15 @@ TW_INLINE vf plus(vf a, vf b, vf one) {
 #else
   (void)one;
   return a + b;
+#endif
+}
+
+// a * scale + b, where the product is exact.
+TW_INLINE vf plus_scaled(vf a, vf scale, vf b) {
+#if defined(__AVX512F__) || defined(__FMA__)
+  return plus(a, b, scale);
+#else
+  return a * scale + b;
 #endif
 }
 
@@ -152,7 +173,22 @@ TW_INLINE vf greatest(vf a, vf b) {
 #endif
 }
 
-// The same of integers, lane by lane; of 32 bits it is one instruction only where kMaxima says so.
+TW_INLINE vf root(vf x) {  // correctly rounded
+#if defined(__AVX512F__)
+  return reinterpret_cast<vf>(_mm512_sqrt_ps(reinterpret_cast<__m512>(x)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vf>(_mm256_sqrt_ps(reinterpret_cast<__m256>(x)));
+#elif defined(__x86_64__)
+  return reinterpret_cast<vf>(_mm_sqrt_ps(reinterpret_cast<__m128>(x)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<vf>(vsqrtq_f32(reinterpret_cast<float32x4_t>(x)));
+#else
+  for (int k = 0; k < W; ++k) x[k] = std::sqrt(x[k]);
+  return x;
+#endif
+}
+
+// The greatest of integers, lane by lane; of 32 bits it is one instruction only where kMaxima says so.
 #if defined(__AVX2__) || defined(__aarch64__)
 constexpr bool kMaxima = true;
 #else
@@ -302,6 +338,30 @@ TW_INLINE void store_codes4(uint8_t* p, const vi* c) {
   store_codes2<alternating>(p, c[0], c[1]);
   store_codes2<alternating>(p + 2 * W, c[2], c[3]);
 #endif
+}
+
+#if defined(__AVX512F__)
+constexpr bool kPacksSigns = true;
+// Bytes with the signs of four vectors in line, in an order of their own, which the functions below mend.
+TW_INLINE vi packed_signs(const vi* x) {
+  return reinterpret_cast<vi>(_mm512_packs_epi16(
+      _mm512_packs_epi32(reinterpret_cast<__m512i>(x[0]), reinterpret_cast<__m512i>(x[1])),
+      _mm512_packs_epi32(reinterpret_cast<__m512i>(x[2]), reinterpret_cast<__m512i>(x[3]))));
+}
+TW_INLINE void store_packed(uint8_t* p, vi bytes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, reinterpret_cast<__m512i>(bytes)));
+}
+#else
+constexpr bool kPacksSigns = false;
+TW_INLINE vi packed_signs(const vi*) { return vi{}; }
+TW_INLINE void store_packed(uint8_t*, vi) {}
+#endif
+// 1 for a sign of +, 0 for one of -.
+TW_INLINE void store_codes_of_signs(uint8_t* p, vi sign) { store_packed(p, ~shift_right(sign, 7) & 0x01010101); }
+// Twice that, and 1 more where just one of the two signs is -.
+TW_INLINE void store_codes_of_signs(uint8_t* p, vi sign, vi other) {
+  store_packed(p, (~shift_right(sign, 6) & 0x02020202) | (shift_right(sign ^ other, 7) & 0x01010101));
 }
 
 // Element types: exact to float, rounded to nearest even from it.
