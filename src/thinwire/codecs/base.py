@@ -376,9 +376,9 @@ def _cumulative(widths: list[int]) -> list[int]:
 
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` as ``dtype``, clamped to its range: a grid may end just above the greatest value
+    """``values``, clamped to the range of ``dtype``: a grid may end just above the greatest value
     that it holds, and 65504 must not come back as an infinity."""
     if values.dtype == dtype or dtype.itemsize >= 4:
-        return values.to(dtype)
+        return values
     limit = torch.finfo(dtype).max
     return values.to(torch.float32).clamp(-limit, limit).to(dtype)

@@ -28,12 +28,27 @@ class Cast(Codec):
         return n * _DTYPES[self.to].itemsize
 
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
-        short = x.to(_DTYPES[self.to])
-        out.copy_(short.view(torch.uint8).view(out.shape))
-        return bool(torch.isfinite(short).all())
+        if x.numel() == 0:
+            return True
+        # rounding keeps the order, and a NaN is both extremes
+        extremes = torch.stack(torch.aminmax(x)).to(_DTYPES[self.to])
+        if not bool(torch.isfinite(extremes).all()):
+            return False
+        if self._aligned(out):
+            out.view(_DTYPES[self.to]).copy_(x)
+        else:
+            out.copy_(x.to(_DTYPES[self.to]).view(torch.uint8))
+        return True
 
     def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
-        return payload.clone().view(_DTYPES[self.to]).view(payload.shape[0], n)
+        whole = payload if self._aligned(payload) else payload.clone()
+        return whole.view(_DTYPES[self.to])
+
+    def _aligned(self, rows: Tensor) -> bool:
+        """Whether uint8 ``rows`` can be viewed as what they hold."""
+        size = _DTYPES[self.to].itemsize
+        steps = (rows.storage_offset(), rows.data_ptr(), rows.stride(0))
+        return rows.stride(1) == 1 and all(step % size == 0 for step in steps)
 
 
 @dataclasses.dataclass(frozen=True)
