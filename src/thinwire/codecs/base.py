@@ -107,7 +107,8 @@ class Codec(Named):
             values = self._decode_rows(found, size, y2.dtype)
             if values is None:
                 return False
-            y2[index, :size] = saturated(values, y2.dtype)
+            values = saturated(values, y2.dtype)
+            y2[index, :size] = values if isinstance(index, slice) else values.to(y2.dtype)
             if size < n:
                 y2[index, size:] = 0
         return True

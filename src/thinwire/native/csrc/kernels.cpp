@@ -6,8 +6,9 @@
 #define TW_NS TW_JOIN(level_, TW_LEVEL)
 
 #include "level.h"
+#include "decode.h"
+#include "encode.h"
 #include "hadamard.h"
-#include "integer.h"
 #include "scratch.h"
 #include "tile.h"
 #include "topk_entry.h"
