@@ -41,8 +41,9 @@ template <Mode mode, bool stochastic, bool table, class S, class Sink>
 class Encoder {
  public:
   Encoder(const tw_format& f, int64_t n)
-      : layout(f, n), bits(f.bits), most(layout.group % (2 * W) ? 0 : std::min<int64_t>(W, layout.whole_groups(Pending::kMost))),
-        levels(f.bits, layout.symmetric), pending(f.bits) {}
+      : layout(f, n), bits(f.bits),
+        most(layout.group % (2 * W) ? 0 : std::min<int64_t>(W, layout.whole_groups(Pending::kMost))), levels(f.bits, layout.symmetric),
+        pending(f.bits) {}
 
   // Values [a, b) of a row: -1, or the place of one that cannot be coded.
   int64_t run(const S& source_, Sink& sink, int64_t seed, uint8_t* row_, int64_t a, int64_t b) {
@@ -83,7 +84,7 @@ class Encoder {
   S source{};
   uint8_t* row = nullptr;
   Noise noise{0};
-  bool mixed = kMaxima;                              // whether groups seem to have values of either sign
+  bool mixed = kMaxima;  // whether groups seem to have values of either sign
   Pending pending;
 
   static constexpr bool keeps = S::alternating && Sink::wants && is_range(mode);
@@ -172,11 +173,13 @@ class Encoder {
       const Quantizer<mode, stochastic, true> quantizer(one, bits);
       const auto dequantizer = levels.group(one.scale, one.offset);
       const int64_t a = batch.start + g * group, ahead = S::kBatchesAhead * batch.count * group;
+      const auto code = [&](const auto& values) __attribute__((always_inline)) {
+        quantize<stochastic, false>(quantizer, dequantizer, values, a, a + group, noise, codes, to, ahead);
+      };
       if constexpr (keeps)
-        quantize<stochastic, false>(quantizer, dequantizer, Kept<S>{from, batch.kept - batch.start}, a, a + group, noise, codes,
-                             to, ahead);
+        code(Kept<S>{from, batch.kept - batch.start});
       else
-        quantize<stochastic, false>(quantizer, dequantizer, from, a, a + group, noise, codes, to, ahead);
+        code(from);
     }
     sink = to;
     pending.add(batch.count * group);
