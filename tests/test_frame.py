@@ -183,7 +183,7 @@ def test_a_frame_for_any_other_place_is_refused(other: Place) -> None:
 )
 def test_each_coordinate_alone_tells_frames_apart(field: str, value: int) -> None:
     changed: dict[str, Any] = {field: value}
-    other = replace(EXAMPLE, **changed)
+    other = EXAMPLE._replace(**changed)
     with pytest.raises(FrameError) as caught:
         frame.parse(example(), other)
     assert str(EXAMPLE) in str(caught.value)

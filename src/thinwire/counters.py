@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.frame import Kind, Section
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Tally:
     """A sum over messages. Bytes are those handed to the transport; ``raw_bytes`` would be fp32."""
 
@@ -42,7 +42,10 @@ class Tally:
 
 @dataclasses.dataclass
 class LinkCounters:
-    """One directed link's sums: training, evaluation, and training without first visits."""
+    """One directed link's sums: training, evaluation, and training without first visits.
+
+    ``kinds`` has those of training by number of the kind.
+    """
 
     edge: int
     direction: str
@@ -50,21 +53,29 @@ class LinkCounters:
     training: Tally = dataclasses.field(default_factory=Tally)
     steady: Tally = dataclasses.field(default_factory=Tally)
     evaluation: Tally = dataclasses.field(default_factory=Tally)
-    kinds: dict[str, Tally] = dataclasses.field(default_factory=dict)
+    kinds: list[Tally] = dataclasses.field(default_factory=lambda: [Tally() for _ in Kind])
 
     def count(self, sections: list[Section], total: int, values: list[int], train: bool) -> None:
         """Count one message: its sections, all its bytes, and the values in each section."""
-        payload = sum(s.payload.numel() for s in sections)
-        (self.training if train else self.evaluation).add(payload, total, sum(values))
+        sizes = [s.payload.numel() for s in sections]
+        payload = sum(sizes)
         if not train:
+            self.evaluation.add(payload, total, sum(values))
             return
-        if all(s.kind != Kind.FIRST for s in sections):
-            self.steady.add(payload, total, sum(values))
-        for section, n in zip(sections, values, strict=True):
-            size = section.payload.numel()
-            tally = self.kinds.setdefault(section.kind.name.lower(), Tally())
-            # each section bears the message's headers in equal parts
-            tally.add(size, size + (total - payload) // len(sections), n)
+        for tally in self._whole(any(s.kind == Kind.FIRST for s in sections)):
+            tally.add(payload, total, sum(values))
+        # each section bears the message's headers in equal parts
+        share = (total - payload) // max(len(sections), 1)
+        for section, size, n in zip(sections, sizes, values, strict=True):
+            self.kinds[section.kind].add(size, size + share, n)
+
+    def tallies(self, kind: Kind) -> tuple[Tally, ...]:
+        """What to add a message of training to that has one section."""
+        return (*self._whole(kind == Kind.FIRST), self.kinds[kind])
+
+    def _whole(self, first: bool) -> tuple[Tally, ...]:
+        """The sums over messages of training to which one belongs."""
+        return (self.training,) if first else (self.training, self.steady)
 
     def report(self) -> dict[str, Any]:
         """Plain numbers for a summary; see docs/train.md."""
@@ -82,13 +93,21 @@ class LinkCounters:
             "steady_bits_per_value": self.steady.bits_per_value,
             "evaluation_messages": self.evaluation.messages,
             "evaluation_bytes": self.evaluation.bytes,
-            "kinds": {k: dataclasses.asdict(v) for k, v in sorted(self.kinds.items())},
+            "kinds": {
+                kind.name.lower(): dataclasses.asdict(self.kinds[kind])
+                for kind in sorted(Kind, key=lambda kind: kind.name)
+                if self.kinds[kind].messages
+            },
         }
 
 
 @dataclasses.dataclass
 class Timers:
-    """Seconds of one rank since the last ``take``."""
+    """Seconds of one rank since the last ``take``.
+
+    ``encode_s`` and ``decode_s`` are the CPU time of the thread that trains, without the
+    transport's; the others are of the clock on the wall.
+    """
 
     compute_s: float = 0.0
     wait_s: float = 0.0

@@ -12,6 +12,7 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ MAGIC = b"TWIR"
 VERSION = 1
 _HEADER = struct.Struct("<4sBBHQIIIQ")
 _SECTION = struct.Struct("<BBBBIQ")
-_CHECKSUM = struct.Struct("<Q")
-CHECKSUM_BYTES = _CHECKSUM.size
+CHECKSUM_BYTES = 8
 MIN_BYTES = _HEADER.size + CHECKSUM_BYTES
 _MAX_DIMS = 16
 _MAX_NAME = 255
@@ -87,8 +87,7 @@ _DIRECTIONS = frozenset(int(direction) for direction in Direction)
 _KINDS = frozenset(int(kind) for kind in Kind)
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The coordinates of a frame: it is refused anywhere else."""
 
     run: int = 0
@@ -133,11 +132,11 @@ def build(place: Place, sections: Sequence[Section]) -> list[memoryview]:
     Payloads must be contiguous 1-D uint8 tensors on the CPU.
     """
     payloads = [s.payload.numpy().data for s in sections if s.payload.numel()]
-    head = _head(place, sections)
-    checksum = xxhash.xxh3_64(head)
+    front = _front(place, sections)
+    hashed = xxhash.xxh3_64(front)
     for payload in payloads:
-        checksum.update(payload)
-    return [memoryview(head), *payloads, memoryview(_CHECKSUM.pack(checksum.intdigest()))]
+        hashed.update(payload)
+    return [memoryview(front), *payloads, memoryview(hashed.digest()[::-1])]
 
 
 def seal(place: Place, sections: Sequence[Section], view: memoryview, start: int) -> int:
@@ -146,12 +145,28 @@ def seal(place: Place, sections: Sequence[Section], view: memoryview, start: int
     Header and table go before them (there must be room), the checksum after them. Returns where
     the frame begins; it ends 8 bytes after the last payload.
     """
-    head = _head(place, sections)
+    front = _front(place, sections)
+    first = start - len(front)
+    view[first:start] = front
     end = start + sum([s.payload.numel() for s in sections])
-    first = start - len(head)
-    view[first:start] = head
-    _CHECKSUM.pack_into(view, end, xxhash.xxh3_64_intdigest(view[first:end]))
+    view[end : end + CHECKSUM_BYTES] = checksum(view[first:end])
     return first
+
+
+def is_intact(data: memoryview, head: bytes, payload_nbytes: int) -> bool:
+    """Whether ``data`` is an undamaged frame that begins with ``head``, which tells all of it but
+    the ``payload_nbytes`` that follow."""
+    end = len(head) + payload_nbytes
+    return (
+        len(data) == end + CHECKSUM_BYTES
+        and data[: len(head)] == head
+        and data[end:] == checksum(data[:end])
+    )
+
+
+def checksum(data: Buffer) -> bytes:
+    """What follows the bytes ``data`` of a frame."""
+    return xxhash.xxh3_64_digest(data)[::-1]  # which is big-endian
 
 
 def head_nbytes(tensors: int, rows: int) -> int:
@@ -162,24 +177,17 @@ def head_nbytes(tensors: int, rows: int) -> int:
     return _HEADER.size + tensors * (4 * (MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows)
 
 
-def _head(place: Place, sections: Sequence[Section]) -> bytes:
-    """Header and section table."""
-    table = b"".join([_section_entry(s) for s in sections])
-    total = MIN_BYTES + len(table) + sum([s.payload.numel() for s in sections])
-    return (
-        _HEADER.pack(
-            MAGIC,
-            VERSION,
-            place.direction,
-            len(sections),
-            place.run,
-            place.step,
-            place.microbatch,
-            place.edge,
-            total,
-        )
-        + table
-    )
+def head(place: Place, count: int, table: bytes, payload_nbytes: int) -> bytes:
+    """Header and section table of a frame; the table has ``count`` entries."""
+    total = MIN_BYTES + len(table) + payload_nbytes
+    run, step, microbatch, edge, direction = place
+    fields = MAGIC, VERSION, direction, count, run, step, microbatch, edge, total
+    return _HEADER.pack(*fields) + table
+
+
+def _front(place: Place, sections: Sequence[Section]) -> bytes:
+    table = b"".join([_whole_entry(s) for s in sections])
+    return head(place, len(sections), table, sum([s.payload.numel() for s in sections]))
 
 
 def text_section(kind: Kind, text: str) -> Section:
@@ -203,28 +211,37 @@ def raise_abort(sections: Sequence[Section]) -> None:
 
 def nbytes(sections: Sequence[Section]) -> int:
     """Bytes of the frame that ``build`` would make of these sections."""
-    return MIN_BYTES + sum(len(_section_entry(s)) + s.payload.numel() for s in sections)
+    return MIN_BYTES + sum(len(_whole_entry(s)) + s.payload.numel() for s in sections)
 
 
-def _section_entry(section: Section) -> bytes:
+def _whole_entry(section: Section) -> bytes:
+    found = entry(section, section.payload.numel())
+    return found if section.versions is None else found + state(section.keys, section.versions)
+
+
+def entry(section: Section, payload_nbytes: int) -> bytes:
+    """A section's part of the table, up to its state; the payload need not be there yet."""
     stateful = section.versions is not None
     fixed, described = _described(section.codec, section.dtype, section.shape)
-    entry = _SECTION.pack(
+    found = _SECTION.pack(
         section.tensor,
         section.kind | (0x80 if stateful else 0),
         fixed,
         len(section.shape),
         _ALL_ROWS if section.rows is None else len(section.rows),
-        section.payload.numel(),
+        payload_nbytes,
     )
-    entry += described
+    found += described
     if section.rows is not None:
         present = np.zeros(section.shape[0], dtype=np.uint8)
         present[section.rows] = 1
-        entry += np.packbits(present, bitorder="little").tobytes()
-    if section.versions is not None:
-        entry += struct.pack(f"<Q{len(section.versions)}I", section.keys, *section.versions)
-    return entry
+        found += np.packbits(present, bitorder="little").tobytes()
+    return found
+
+
+def state(keys: int, versions: Sequence[int]) -> bytes:
+    """What follows ``entry`` where a section is coded against a state."""
+    return struct.pack(f"<Q{len(versions)}I", keys, *versions)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -251,7 +268,7 @@ def parse(data: Buffer, expect: Place | None = None) -> tuple[Place, list[Sectio
     except TypeError as error:
         raise FrameError(f"a frame is contiguous bytes, not {type(data).__name__}") from error
     place, count = _check(view, expect)
-    reader = _TableReader(view, _HEADER.size, len(view) - _CHECKSUM.size)
+    reader = _TableReader(view, _HEADER.size, len(view) - CHECKSUM_BYTES)
     entries = [reader.entry(k) for k in range(count)]
     sections: list[Section] = []
     at = reader.at
@@ -282,8 +299,8 @@ def _check(view: memoryview, expect: Place | None) -> tuple[Place, int]:
     if total != len(view):
         what = "cut short" if total > len(view) else "too long"
         raise FrameError(f"{what}: {len(view)} bytes, its header says {total}")
-    (found,) = _CHECKSUM.unpack_from(view, total - _CHECKSUM.size)
-    if found != xxhash.xxh3_64_intdigest(view[: total - _CHECKSUM.size]):
+    end = total - CHECKSUM_BYTES
+    if view[end:] != checksum(view[:end]):
         raise FrameError("damaged: the checksum does not match")
     if direction not in _DIRECTIONS:
         raise FrameError(f"unknown direction {direction}")

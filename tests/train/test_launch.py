@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from thinwire.train import report
+
 TINY = ["--quick", "--steps", "4", "--threads", "1", "--model.dim", "32", "--model.context", "32"]
 SUMMARY_KEYS = {
     "val_loss",
@@ -27,6 +29,7 @@ SUMMARY_KEYS = {
     "links",
     "control",
     "bound",
+    "cpu",
     "data",
     "parameters",
     "seed",
@@ -88,6 +91,11 @@ def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "timers_ms"} <= records[0].keys()
     assert records[-1]["links"]
     assert summary["bound"]["sentence"] in result.stdout
+    assert len(summary["cpu"]) == 2
+    for cpu in summary["cpu"]:
+        assert 0 < cpu["codec_ms"] < cpu["step_ms"]
+        assert cpu["codec_share"] == pytest.approx(cpu["codec_ms"] / cpu["step_ms"])
+    assert report.compression_sentence(summary["cpu"]) in result.stdout
     assert "validation loss" in result.stdout
 
 

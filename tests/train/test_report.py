@@ -14,6 +14,7 @@ from rich.console import Console
 from thinwire.train import check, metrics, report
 from thinwire.train.bound import StepCosts, bound_sentence, next_flag, step_costs
 from thinwire.train.config import Config, ConfigError, LinkConfig, PipelineConfig, PlanConfig
+from thinwire.train.summary import cpu_costs
 
 
 def link(direction: str, payload: int, edge: int = 0) -> dict[str, Any]:
@@ -164,6 +165,15 @@ def test_costs_are_those_of_the_busiest_rank() -> None:
     assert found.codec_ms == pytest.approx(20)
     assert found.link_ms == pytest.approx(30)
     assert found.latency_ms == pytest.approx(40)  # 3 round trips, header and agreement, 5 ms each
+
+
+def test_what_compression_costs_is_told_of_the_rank_that_it_costs_most() -> None:
+    ranks = [{"cpu_s": 1.2, "codec_s": 0.018}, {"cpu_s": 1.0, "codec_s": 0.02}]
+    found = cpu_costs(ranks, steps=10)
+    assert found[0] == pytest.approx({"step_ms": 120, "codec_ms": 1.8, "codec_share": 0.015})
+    assert report.compression_sentence(found) == (
+        "Compression took 2.0 % of a rank's CPU time: 2.0 ms of 100 ms a step."
+    )
 
 
 def test_on_a_bare_link_its_cost_is_what_even_the_least_waiting_rank_waited() -> None:

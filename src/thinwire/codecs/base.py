@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import NonFiniteError
-from thinwire.native import delta_reference
+from thinwire.native import Bound, delta_reference
 from thinwire.spec import Named
 
 Lengths = Sequence[int] | Tensor
@@ -237,6 +237,13 @@ class Codec(Named):
         if not bool(torch.isfinite(total).all()):
             raise ValueError(f"codec {self}: the payload takes a reference beyond float32")
         y.copy_(saturated(total, y.dtype))
+
+    def bound(self, dtype: torch.dtype, rows: int, n: int) -> Bound | None:
+        """The kernels for contiguous tensors [rows, n] on the CPU, rows whole, without noise.
+
+        None where there are none, or where the size of a payload is not known ahead.
+        """
+        return None
 
     def _room(self, x2: Tensor, sizes: list[int] | None, out: Tensor | None) -> Tensor:
         """Bytes for the payload of ``x2`` [rows, n]: those of ``out``, if given."""

@@ -273,6 +273,9 @@ class Integer(Codec):
         ):
             raise ValueError(f"codec {self}: the payload holds {self._invalid}")
 
+    def bound(self, dtype: torch.dtype, rows: int, n: int) -> native.Bound | None:
+        return None if self.zstd else native.bound(self.format, dtype, rows, n)
+
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         return native.encode_rows(x.to(torch.float32), self.format, seeds, out)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,17 @@ from thinwire.native.delta_reference import Kept
 from thinwire.native.reference import IntegerFormat
 from thinwire.native.tensors import DTYPES, row_lengths, usable, with_rows
 
-__all__ = ["decode", "delta_decode", "delta_encode", "encode", "usable"]
+__all__ = [
+    "Bound",
+    "address",
+    "addresses",
+    "bound",
+    "decode",
+    "delta_decode",
+    "delta_encode",
+    "encode",
+    "usable",
+]
 
 _SYMMETRIC, _STOCHASTIC, _STD, _HADAMARD = 1, 2, 4, 8
 _FP16_MAX = torch.finfo(torch.float16).max
@@ -85,12 +96,12 @@ def _functions() -> _Functions:
     return _declared(handle)
 
 
-def _pointers(rows: Sequence[Tensor] | Tensor) -> Any:
-    """The address of each row's data, as an array that ctypes takes."""
+def addresses(rows: Sequence[Tensor] | Tensor) -> Any:
+    """Where each row's data lies, as an array that ctypes takes; does not keep them alive."""
     if isinstance(rows, Tensor):
         step = rows.stride(0) * rows.element_size()
-        addresses = rows.data_ptr() + step * np.arange(rows.shape[0], dtype=np.int64)
-        return (ctypes.c_void_p * rows.shape[0]).from_buffer(addresses.data)
+        found = rows.data_ptr() + step * np.arange(rows.shape[0], dtype=np.int64)
+        return (ctypes.c_void_p * rows.shape[0]).from_buffer(found.data)
     return (ctypes.c_void_p * len(rows))(*[row.data_ptr() for row in rows])
 
 
@@ -172,8 +183,8 @@ def delta_encode(
         x.stride(0),
         row_lengths(sizes),
         *_kept(how),
-        _pointers(before),
-        _pointers(after),
+        addresses(before),
+        addresses(after),
         seeds.data_ptr() if fmt.stochastic else None,
         out.data_ptr(),
         None if energies is None else energies.data_ptr(),
@@ -210,8 +221,8 @@ def delta_decode(
             n,
             row_lengths(sizes),
             *_kept(how),
-            _pointers(before),
-            _pointers(after),
+            addresses(before),
+            addresses(after),
             0 if y is None else DTYPES[y.dtype],
             None if y is None else y.data_ptr(),
             0 if y is None else y.stride(0),
@@ -219,3 +230,62 @@ def delta_decode(
         )
         < 0
     )
+
+
+class Bound:
+    """The kernels of a format for contiguous tensors [rows, n] of one dtype on the CPU, all whole.
+
+    What does not change from call to call is converted once, and bytes are given by where they
+    lie (tensors by ``data_ptr``, payloads by ``address``, references by ``addresses``), so that a
+    message whose shape is known ahead costs one call. References are float32; there is no noise.
+    Not for two threads at once.
+    """
+
+    def __init__(self, fmt: IntegerFormat, dtype: torch.dtype, rows: int, n: int) -> None:
+        functions = _functions()
+        self._encode, self._decode = functions.encode, functions.decode
+        self._delta_encode, self._delta_decode = functions.delta_encode, functions.delta_decode
+        self._fmt, self._dtype, self._rows, self._n = _format(fmt), DTYPES[dtype], rows, n
+        self._energies = (ctypes.c_float * (2 * rows))()
+
+    def encode(self, x: int, payload: Any) -> bool:
+        """Encode ``x``; False, with the payload undefined, if a value cannot be coded."""
+        fmt, dtype, rows, n, threads = self._constants()
+        return self._encode(fmt, dtype, x, rows, n, n, None, None, payload, threads) < 0
+
+    def decode(self, payload: Any, y: int) -> bool:
+        """Decode into ``y``; False, with ``y`` undefined, if the payload is invalid."""
+        fmt, dtype, rows, n, threads = self._constants()
+        return self._decode(fmt, payload, dtype, y, rows, n, n, None, threads) < 0
+
+    def delta_encode(self, x: int, before: Any, after: Any, payload: Any) -> bool:
+        """The AQ-SGD step; False, with the payload and ``after`` undefined, if a value cannot be
+        coded or a row's change has more energy than its value.
+        """
+        fmt, dtype, rows, n, threads = self._constants()
+        x_and_references = dtype, x, rows, n, n, None, 0, None, before, after
+        energies = self._energies
+        if self._delta_encode(fmt, *x_and_references, None, payload, energies, threads) >= 0:
+            return False
+        found = energies[:]
+        return not any(map(operator.gt, found[::2], found[1::2]))
+
+    def delta_decode(self, payload: Any, before: Any, after: Any, y: int) -> bool:
+        """The receiver's half; False, with ``after`` and ``y`` undefined, if it is invalid."""
+        fmt, dtype, rows, n, threads = self._constants()
+        references = rows, n, None, 0, None, before, after
+        return self._delta_decode(fmt, payload, *references, dtype, y, n, threads) < 0
+
+    def _constants(self) -> tuple[Any, int, int, int, int]:
+        return self._fmt, self._dtype, self._rows, self._n, torch.get_num_threads()
+
+
+def bound(fmt: IntegerFormat, dtype: torch.dtype, rows: int, n: int) -> Bound | None:
+    """The kernels bound to tensors [rows, n] of ``dtype``; None where they do not take them."""
+    fits = dtype in (torch.float32, torch.bfloat16) and rows * n > 0 and not fmt.stochastic
+    return Bound(fmt, dtype, rows, n) if fits and library.library() is not None else None
+
+
+def address(view: memoryview, start: int = 0) -> Any:
+    """Where a writable buffer's bytes lie from ``start`` on; keeps the buffer alive."""
+    return ctypes.byref(ctypes.c_char.from_buffer(view, start))

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from thinwire.codecs import Codec
-from thinwire.schemes.base import Receiver, Scheme, Sender, Visit
+from thinwire.schemes.base import Foreseen, Receiver, Scheme, Sender, Visit
 from thinwire.schemes.delta import Delta
 from thinwire.schemes.value import Value
 from thinwire.spec import parse
 
-__all__ = ["Delta", "Receiver", "Scheme", "Sender", "Value", "Visit", "parse", "scheme"]
+__all__ = [
+    "Delta",
+    "Foreseen",
+    "Receiver",
+    "Scheme",
+    "Sender",
+    "Value",
+    "Visit",
+    "parse",
+    "scheme",
+]
 
 
 def scheme(spec: str) -> Scheme:

@@ -8,11 +8,11 @@ one tensor of one directed link. Both ends call ``begin_step`` with the same vis
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import xxhash
@@ -23,8 +23,7 @@ from thinwire.frame import Kind, Section
 from thinwire.spec import Named
 
 
-@dataclasses.dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """What both ends know of a tensor's rows in one micro-batch before it is sent.
 
     ``keys``: sample ids, one a row, or None where there are none. ``lengths``: values of each row
@@ -36,12 +35,12 @@ class Visit:
     seeds: Tensor
     padded: bool
 
-    @functools.cached_property
+    @property
     def values(self) -> int:
         """How many values travel."""
         return sum(self.lengths)
 
-    @functools.cached_property
+    @property
     def keys_digest(self) -> int:
         """A 64-bit hash of the sample ids in order."""
         return keys_digest(self.keys or ())
@@ -57,11 +56,58 @@ def keys_digest(keys: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(keys)}q", *keys))
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Form:
+    """What both ends foresee of a tensor that travels as one section: its kind, shape, dtype, and
+    the size of its payload."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+    @property
+    def values(self) -> int:
+        """How many values travel."""
+        return math.prod(self.shape)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` is such a tensor, on the CPU, its values end to end."""
+        return x.shape == self.shape and x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
+
+
+class Foreseen(ABC):
+    """The short way of a micro-batch's tensor that will travel as one section, at one end.
+
+    Made when the step begins, where many cost little; what is left for the message, between two
+    computations that have emptied the caches, is a call of a kernel with ready addresses. Where
+    the message comes out otherwise it goes the long way, by the end's ``encode`` or ``decode``.
+    """
+
+    def __init__(self, form: Form, entry: bytes) -> None:
+        #: ``entry``: the section's in the frame's table.
+        self.form, self.entry = form, entry
+
+    @abstractmethod
+    def encode(self, x: int, payload: Any) -> bool:
+        """Encode ``x``; False, with all state untouched, where it cannot travel so."""
+
+    @abstractmethod
+    def decode(self, payload: Any, y: int) -> bool:
+        """Decode into ``y``; False, with all state untouched, where the payload is invalid."""
+
+
 class End(ABC):  # noqa: B024  its two roles are abstract
     """One tensor's state at one end of a link; this one has none."""
 
     def begin_step(self, visits: Sequence[Visit]) -> None:  # noqa: B027  stateless by default
         """Called with the visits of all micro-batches of a training step, at both ends alike."""
+
+    def foresee(
+        self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Foreseen | None:
+        """The short way of a micro-batch of the step, on the CPU; None where it has none."""
+        return None
 
     def digest(self) -> int:
         """A hash of the shared state, equal to the other end's."""

@@ -27,8 +27,11 @@ from torch import Tensor
 from thinwire.codecs import Codec, codec
 from thinwire.codecs.base import saturated, unfit_value
 from thinwire.errors import FrameError, NonFiniteError
-from thinwire.frame import Kind, Section
+from thinwire.frame import Kind, Section, entry, state
+from thinwire.native import Bound, addresses
 from thinwire.schemes.base import (
+    Foreseen,
+    Form,
     Receiver,
     Scheme,
     Sender,
@@ -38,7 +41,7 @@ from thinwire.schemes.base import (
 )
 from thinwire.schemes.value import Value
 from thinwire.spec import register
-from thinwire.store import MemoryStore, plan_step
+from thinwire.store import Held, MemoryStore, plan_step
 from thinwire.store import Visit as Mode
 
 #: Not float32: the first epoch would otherwise bound the speed-up of the whole run.
@@ -93,12 +96,36 @@ class _DeltaEnd:
         self.store = MemoryStore()
         self._plan: list[list[Mode]] = []
         self._spare: dict[int, list[Tensor]] = {}  # by length
-        self._planned: tuple[Visit, ...] = ()
+        self._visits: tuple[Visit, ...] = ()
+        self._ways: dict[tuple[Any, ...], _Way | None] = {}
+        self._spare_rows: _Rows | None = None
         self.names = {kind: str(scheme.codec_of(kind)) for kind in _DELTA_KINDS}
 
     def begin_step(self, visits: Sequence[Visit]) -> None:
         self._plan = plan_step(self.store.lengths, [(_keys(v), v.lengths) for v in visits])
-        self._planned = tuple(visits)
+        self._visits = tuple(visits)
+
+    def foresee(
+        self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Foreseen | None:
+        modes = self._plan[microbatch]
+        if visit.padded or not modes or modes.count(modes[0]) < len(modes):
+            return None
+        known = (modes[0], shape, dtype)
+        if known not in self._ways:
+            self._ways[known] = self._way(_KINDS[modes[0]], shape, dtype)
+        way = self._ways[known]
+        return None if way is None else way.make(way, self, _keys(visit))
+
+    def _way(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype) -> _Way | None:
+        coder, rows, n = self.scheme.codec_of(kind), shape[0], _width(shape)
+        kernels, wide = coder.bound(dtype, rows, n), coder.bound(torch.float32, rows, n)
+        if kernels is None or wide is None or kind == Kind.VALUE:
+            return None
+        form = Form(kind, shape, dtype, rows * coder.row_nbytes(n, dtype))
+        section = Section(kind, self.names[kind], dtype, shape, versions=[])
+        make = _ForeseenChange if kind == Kind.CHANGE else _ForeseenFirst
+        return _Way(form, entry(section, form.nbytes), kernels, wide, make)
 
     def kinds(self, microbatch: int, visit: Visit) -> list[Kind]:
         """The kind of each row, as planned unless its length came out otherwise.
@@ -106,7 +133,7 @@ class _DeltaEnd:
         A sender may still turn CHANGE into RESEED.
         """
         kinds = [_KINDS[mode] for mode in self._plan[microbatch]]
-        if visit is self._planned[microbatch]:
+        if visit is self._visits[microbatch]:
             return kinds
         held = self.store.lengths
         for row, (key, n) in enumerate(zip(_keys(visit), visit.lengths, strict=True)):
@@ -121,6 +148,21 @@ class _DeltaEnd:
             held.pop() if (held := spare.get(row.numel())) else torch.empty_like(row)
             for row in before
         ]
+
+    def rows_like(self, form: Form) -> _Rows:
+        """Room for the references of a message of this form, which are to move."""
+        spare = self._spare_rows
+        if spare is None or spare.form is not form:
+            width = _width(form.shape)
+            rows = [torch.empty(width, dtype=torch.float32) for _ in range(form.shape[0])]
+            spare = self._spare_rows = _Rows(form, rows)
+        return spare
+
+    def move(self, held: Sequence[Held], before: _Rows, after: _Rows) -> None:
+        """The references ``held`` are ``after`` from now on, and ``before`` is room."""
+        for one, row in zip(held, after.rows, strict=True):
+            one.renew(row)
+        self._spare_rows = before
 
     def put(self, keys: Sequence[int], rows: Sequence[Tensor]) -> None:
         """The references of ``keys`` are ``rows`` from now on."""
@@ -137,6 +179,76 @@ class _DeltaEnd:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.store.load_state_dict(state)
+
+
+class _Rows:
+    """A message's references, and where they lie."""
+
+    __slots__ = ("addresses", "form", "rows")
+
+    def __init__(self, form: Form, rows: list[Tensor]) -> None:
+        self.form, self.rows, self.addresses = form, rows, addresses(rows)
+
+
+@dataclasses.dataclass(slots=True)
+class _Way:
+    """How micro-batches of one form travel; ``entry`` lacks the state."""
+
+    form: Form
+    entry: bytes
+    kernels: Bound
+    wide: Bound  # the same for float32
+    make: type[_ForeseenChange | _ForeseenFirst]
+
+
+class _ForeseenVisit(Foreseen):
+    def __init__(self, way: _Way, end: _DeltaEnd, keys: tuple[int, ...]) -> None:
+        known = state(keys_digest(keys), end.store.versions(keys))
+        super().__init__(way.form, way.entry + known)
+        self._way, self._end, self._keys = way, end, keys
+
+
+class _ForeseenChange(_ForeseenVisit):
+    def __init__(self, way: _Way, end: _DeltaEnd, keys: tuple[int, ...]) -> None:
+        super().__init__(way, end, keys)
+        self._held = end.store.held(keys)
+        self._before = _Rows(way.form, [held.row for held in self._held])
+
+    def encode(self, x: int, payload: Any) -> bool:
+        before, after = self._before, self._end.rows_like(self.form)
+        kernels = self._way.kernels
+        if not kernels.delta_encode(x, before.addresses, after.addresses, payload):
+            return False
+        self._end.move(self._held, before, after)
+        return True
+
+    def decode(self, payload: Any, y: int) -> bool:
+        before, after = self._before, self._end.rows_like(self.form)
+        kernels = self._way.kernels
+        if not kernels.delta_decode(payload, before.addresses, after.addresses, y):
+            return False
+        self._end.move(self._held, before, after)
+        return True
+
+
+class _ForeseenFirst(_ForeseenVisit):
+    def __init__(self, way: _Way, end: _DeltaEnd, keys: tuple[int, ...]) -> None:
+        super().__init__(way, end, keys)
+        self._value = torch.empty((len(keys), _width(way.form.shape)), dtype=torch.float32)
+        self._rows = self._value.unbind()
+
+    def encode(self, x: int, payload: Any) -> bool:
+        return self._way.kernels.encode(x, payload) and self._keep(payload)
+
+    def decode(self, payload: Any, y: int) -> bool:
+        return self._way.kernels.decode(payload, y) and self._keep(payload)
+
+    def _keep(self, payload: Any) -> bool:
+        """Make what ``payload`` holds the references, in float32; False if it is invalid."""
+        if not self._way.wide.decode(payload, self._value.data_ptr()):
+            return False
+        self._end.put(self._keys, self._rows)
+        return True
 
 
 class _DeltaSender(_DeltaEnd, Sender):

@@ -10,16 +10,29 @@ import xxhash
 from torch import Tensor
 
 
+class Held:
+    """A key's reference (1-D float32), not to be changed, and its version: visits so far."""
+
+    __slots__ = ("row", "version")
+
+    def __init__(self, row: Tensor, version: int) -> None:
+        self.row, self.version = row, version
+
+    def renew(self, row: Tensor) -> None:
+        """``row`` is the reference from now on."""
+        self.row = row
+        self.version += 1
+
+
 class MemoryStore:
-    """Key (int) to reference (1-D float32) and version (number of visits so far)."""
+    """Key (int) to reference and version."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}
+        self._held: dict[int, Held] = {}
         self._lengths: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._held)
 
     @property
     def lengths(self) -> Mapping[int, int]:
@@ -29,15 +42,19 @@ class MemoryStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all references."""
-        return sum(row.nbytes for row in self._rows.values())
+        return sum(held.row.nbytes for held in self._held.values())
 
     def versions(self, keys: Sequence[int]) -> list[int]:
         """Visits of each key so far; 0 for one never seen."""
-        return [self._versions.get(key, 0) for key in keys]
+        return [held.version if (held := self._held.get(key)) else 0 for key in keys]
+
+    def held(self, keys: Sequence[int]) -> list[Held]:
+        """What is held of each key: the store's own, good until the key is dropped."""
+        return [self._held[key] for key in keys]
 
     def rows(self, keys: Sequence[int]) -> list[Tensor]:
         """The references of ``keys`` themselves: not to be changed, and good until replaced."""
-        return [self._rows[key] for key in keys]
+        return [self._held[key].row for key in keys]
 
     def read(self, keys: Sequence[int]) -> Tensor:
         """A copy of the references of ``keys`` (of one length), [keys, length]."""
@@ -50,12 +67,13 @@ class MemoryStore:
         """
         displaced = []
         for key, row in zip(keys, rows, strict=True):
-            held = self._rows.get(key)
-            if held is not None:
-                displaced.append(held)
-            self._rows[key] = row
+            held = self._held.get(key)
+            if held is None:
+                self._held[key] = Held(row, 1)
+            else:
+                displaced.append(held.row)
+                held.renew(row)
             self._lengths[key] = row.numel()
-            self._versions[key] = self._versions.get(key, 0) + 1
         return displaced
 
     def write(self, keys: Sequence[int], rows: Tensor) -> None:
@@ -65,22 +83,22 @@ class MemoryStore:
     def drop(self, keys: Sequence[int]) -> None:
         """Forget ``keys``: their next visit is a first one."""
         for key in keys:
-            self._rows.pop(key, None)
-            self._versions.pop(key, None)
+            self._held.pop(key, None)
             self._lengths.pop(key, None)
 
     def digest(self) -> int:
         """A 64-bit hash of all keys, versions and references: equal at both ends of a link."""
         digest = xxhash.xxh3_64()
-        for key in sorted(self._rows):
-            digest.update(f"{key}:{self._versions[key]};".encode())
-            digest.update(self._rows[key].cpu().numpy().data.cast("B"))
+        for key in sorted(self._held):
+            held = self._held[key]
+            digest.update(f"{key}:{held.version};".encode())
+            digest.update(held.row.cpu().numpy().data.cast("B"))
         return digest.intdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors: keys, versions, lengths, and all references end to end."""
-        keys = sorted(self._rows)
-        rows = [self._rows[key] for key in keys]
+        keys = sorted(self._held)
+        rows = self.rows(keys)
         return {
             "keys": torch.tensor(keys, dtype=torch.int64),
             "versions": torch.tensor(self.versions(keys), dtype=torch.int64),
@@ -90,8 +108,10 @@ class MemoryStore:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the contents by those of ``state_dict``."""
+        keys, versions = state["keys"].tolist(), state["versions"].tolist()
         rows = state["values"].split(state["lengths"].tolist())
-        keys = state["keys"].tolist()
-        self._rows = {key: row.clone() for key, row in zip(keys, rows, strict=True)}
-        self._lengths = {key: row.numel() for key, row in self._rows.items()}
-        self._versions = dict(zip(keys, state["versions"].tolist(), strict=True))
+        self._held = {
+            key: Held(row.clone(), version)
+            for key, row, version in zip(keys, rows, versions, strict=True)
+        }
+        self._lengths = {key: held.row.numel() for key, held in self._held.items()}

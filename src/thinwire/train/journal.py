@@ -21,18 +21,24 @@ from thinwire.train.report import LiveLine, progress_line
 
 @dataclass
 class Clock:
-    """Seconds that this rank spent in training steps, by what it did; evaluation left out."""
+    """Seconds that this rank spent in training steps, by what it did; evaluation left out.
+
+    ``cpu_s`` is the CPU time of the whole process, ``codec_s`` that of coding alone; the others
+    are of the clock on the wall.
+    """
 
     step_s: float = 0.0
+    cpu_s: float = 0.0
     compute_s: float = 0.0
     codec_s: float = 0.0
     wait_s: float = 0.0
     link_s: float = 0.0
     steps_ms: list[float] = field(default_factory=list)
 
-    def add(self, step_s: float, link_s: float, timers: dict[str, float]) -> None:
+    def add(self, step_s: float, cpu_s: float, link_s: float, timers: dict[str, float]) -> None:
         """Count a step; ``timers`` are the pipeline's, with the ``optimizer_s`` beside them."""
         self.step_s += step_s
+        self.cpu_s += cpu_s
         self.compute_s += timers["compute_s"] + timers["optimizer_s"]
         self.codec_s += timers["encode_s"] + timers["decode_s"]
         self.wait_s += timers["wait_s"]
@@ -45,7 +51,7 @@ class Clock:
 
     def of_all_ranks(self) -> list[dict[str, float]]:
         """The sums of every rank, gathered over the default process group."""
-        names = ["step_s", "compute_s", "codec_s", "wait_s", "link_s"]
+        names = ["step_s", "cpu_s", "compute_s", "codec_s", "wait_s", "link_s"]
         own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
         every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)
@@ -99,7 +105,7 @@ class Journal:
 
     def begin_step(self) -> None:
         self._link_s = self._busy_s() if self._busy_s else 0.0
-        self._began = time.perf_counter()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
     def begin_optimizer(self) -> None:
         self._stepped = time.perf_counter()
@@ -109,10 +115,10 @@ class Journal:
     ) -> None:
         """Note step number ``step``; ``logged`` also reads the links' counters, on every rank."""
         ended = time.perf_counter()
-        step_s = ended - self._began
+        step_s, cpu_s = ended - self._began, time.process_time() - self._cpu_began
         timers = self._pipeline.take_timers() | {"optimizer_s": ended - self._stepped}
         link_s = self._busy_s() - self._link_s if self._busy_s else 0.0
-        self.clock.add(step_s, link_s, timers)
+        self.clock.add(step_s, cpu_s, link_s, timers)
         self.tokens += result.tokens
         if logged:
             self._links, _ = split_reports(self._pipeline)

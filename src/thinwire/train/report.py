@@ -127,9 +127,20 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
         soft_wrap=True,
     )
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
+    if summary["links"]:
+        screen.print(compression_sentence(summary["cpu"]), soft_wrap=True, markup=False)
     if note := first_visits_only(summary):
         screen.print(note, soft_wrap=True, markup=False)
     screen.print(f"run folder: {folder}", soft_wrap=True, markup=False)
+
+
+def compression_sentence(cpu: list[dict[str, float]]) -> str:
+    """What compression cost the rank that it cost most, from a summary's ``cpu``."""
+    most = max(cpu, key=lambda rank: rank["codec_share"])
+    return (
+        f"Compression took {100 * most['codec_share']:.1f} % of a rank's CPU time: "
+        f"{most['codec_ms']:.1f} ms of {most['step_ms']:.0f} ms a step."
+    )
 
 
 def first_visits_only(summary: dict[str, Any]) -> str | None:

@@ -47,6 +47,7 @@ def summarise(
             "next": next_flag(costs, links, config),
             "sentence": bound_sentence(costs, links, config),
         },
+        "cpu": cpu_costs(per_rank, steps),
         "data": {
             "source": text.source,
             "sha256": text.sha256,
@@ -63,3 +64,15 @@ def summarise(
         },
         "config": dataclasses.asdict(config),
     }
+
+
+def cpu_costs(per_rank: list[dict[str, float]], steps: int) -> list[dict[str, float]]:
+    """Each rank's CPU time a step, and what compression took of it."""
+    return [
+        {
+            "step_ms": 1e3 * rank["cpu_s"] / steps,
+            "codec_ms": 1e3 * rank["codec_s"] / steps,
+            "codec_share": rank["codec_s"] / rank["cpu_s"],
+        }
+        for rank in per_rank
+    ]
