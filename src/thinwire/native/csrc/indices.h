@@ -165,7 +165,9 @@ class GolombSink {
     // four at a time, where four are certain to be shorter than a word
     BitString string = low_;
     int i = 0;
-    if (bits < 16)
+    if (bits == 1)
+      for (; i + W <= count; i += W) string.put(signs_of(load<vi>(low + i) << 31), W);
+    else if (bits < 16)
       for (; i + 4 <= count; i += 4)
         string.put((low[i] | uint64_t{low[i + 1]} << bits) |
                        (low[i + 2] | uint64_t{low[i + 3]} << bits) << (2 * bits),

@@ -199,20 +199,26 @@ TW_INLINE V maximum(V a, V b) {
   return a > b ? a : b;
 }
 
+// The sign bits of all lanes, the first lane's lowest.
+TW_INLINE uint32_t signs_of(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(x)));
+#else
+  uint32_t signs = 0;
+  for (int k = 0; k < W; ++k) signs |= static_cast<uint32_t>(x[k] < 0) << k;
+  return signs;
+#endif
+}
 // Whether any lane is negative (as the lanes of a true comparison are).
 TW_INLINE bool any_negative(vi x) {
-#if defined(__AVX512F__)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x)) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(x)) != 0;
-#elif defined(__x86_64__)
-  return _mm_movemask_ps(reinterpret_cast<__m128>(x)) != 0;
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
   return vminvq_s32(reinterpret_cast<int32x4_t>(x)) < 0;
 #else
-  int32_t any = 0;
-  for (int k = 0; k < W; ++k) any |= x[k];
-  return any < 0;
+  return signs_of(x) != 0;
 #endif
 }
 TW_INLINE bool all_true(vi mask) { return !any_negative(~mask); }

@@ -518,23 +518,27 @@ inline void keep(const U* x, int64_t n, int64_t k, Threshold threshold, uint8_t*
   for (int64_t i = 0; i < n; i += 64) {
     const int64_t present = smaller(64, n - i);
     __m512i bits[4];
-    uint64_t word = 0, equal = 0;
+    __mmask16 there[4];
+    uint64_t word = 0;
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const int64_t left = present - 16 * j;
-      const __mmask16 there =
-          static_cast<__mmask16>(left >= 16 ? 0xffffu : left > 0 ? (1u << left) - 1 : 0u);
-      bits[j] = left >= 16 ? load16(x + i + 16 * j) : load16(x + i + 16 * j, there);
-      const __m512i key = magnitude<U>(bits[j]);
-      word |= static_cast<uint64_t>(_mm512_mask_cmpgt_epi32_mask(there, key, t)) << (16 * j);
-      equal |= static_cast<uint64_t>(_mm512_mask_cmpeq_epi32_mask(there, key, t)) << (16 * j);
+      there[j] = static_cast<__mmask16>(left >= 16 ? 0xffffu : left > 0 ? (1u << left) - 1 : 0u);
+      bits[j] = present == 64 ? load16(x + i + 16 * j) : load16(x + i + 16 * j, there[j]);
+      word |= static_cast<uint64_t>(_mm512_mask_cmpgt_epi32_mask(there[j], magnitude<U>(bits[j]), t)) << (16 * j);
     }
-    if (equal && ties) {
+    if (ties) {
+      uint64_t equal = 0;
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j)
+        equal |= static_cast<uint64_t>(_mm512_mask_cmpeq_epi32_mask(there[j], magnitude<U>(bits[j]), t)) << (16 * j);
       equal = lowest_bits(equal, ties);
       ties -= __builtin_popcountll(equal);
       word |= equal;
     }
     uint32_t* position = sink.room();
     if (word)
+#pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const __mmask16 m = static_cast<__mmask16>(word >> (16 * j));
         const __m512i packed = _mm512_maskz_compress_epi32(m, bits[j]);
