@@ -350,3 +350,18 @@ def test_a_change_is_coded_into_a_buffer_of_any_stride(name):
         payload, _ = codec(name).encode_change(x, None, 0, list(m), list(m.clone()), buffer)
         payloads.append(payload)
     assert torch.equal(*payloads)
+
+
+@every
+def test_rows_without_values_take_no_memory_however_many(name):
+    shape = (1 << 40, 0)
+    assert (
+        codec(name).decode(torch.empty(0, dtype=torch.uint8), shape, torch.float32).shape == shape
+    )
+
+
+@every
+def test_few_bytes_cannot_claim_to_be_many_rows(name):
+    few = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="payload bytes"):
+        codec(name).decode(few, (1 << 36, 3), torch.float32)

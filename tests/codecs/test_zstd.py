@@ -226,7 +226,7 @@ def test_a_frame_that_holds_another_size_than_it_announces_is_refused(size):
 def test_payloads_that_do_not_fit_are_refused(payload):
     c = with_zstd("int4")
     data = torch.tensor(list(payload), dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"codec int4:zstd: a (payload|damaged zstd frame)"):
+    with pytest.raises(ValueError, match=r"codec int4:zstd: a (payload|damaged zstd frame|tensor)"):
         c.decode(data, X.shape, torch.float32)
 
 

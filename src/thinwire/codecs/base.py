@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -143,6 +143,8 @@ class Codec(Named):
         x2 = x.detach().reshape(count, n)
         sizes = row_sizes(lengths, count, n)
         out = self._room(x2, sizes, out)
+        if out.numel() == 0:  # no values, in any number of rows
+            return out
         room = out if out.is_contiguous() else torch.empty_like(out)
         seeds = row_seeds(seed, count, x.device)
         written = self._encode_all(x2, sizes, seeds, room)
@@ -169,7 +171,11 @@ class Codec(Named):
         self.check_dtype(dtype)
         count, n = _layout(shape, rows)
         sizes = row_sizes(lengths, count, n)
-        self._check_payload(payload, shape, self._payload_nbytes(count, n, sizes, dtype))
+        total = self._payload_nbytes(count, n, sizes, dtype)
+        least = total
+        if not self.fixed_size:
+            least = self._sum_over_rows(self._least_row_nbytes, count, n, sizes, dtype)
+        self._check_payload(payload, shape, least, total)
         if out is None:
             out = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
         elif out.shape != tuple(shape) or out.dtype != dtype or out.device != payload.device:
@@ -177,6 +183,8 @@ class Codec(Named):
                 f"out must be {dtype} of shape {tuple(shape)} on {payload.device}, "
                 f"not {out.dtype} of {tuple(out.shape)} on {out.device}"
             )
+        if total == 0:
+            return out.zero_()
         y = out if out.is_contiguous() else out.new_empty(out.shape)
         y2 = y.view(count, n)
         if not self._decode_all(payload, y2, sizes):
@@ -259,23 +267,39 @@ class Codec(Named):
             )
         return out[:total]
 
-    def _check_payload(self, payload: Tensor, shape: Sequence[int], total: int) -> None:
-        """Raise ValueError unless ``payload`` has ``total`` bytes, or fewer if they vary."""
+    def _check_payload(self, payload: Tensor, shape: Sequence[int], least: int, total: int) -> None:
+        """Raise ValueError unless ``payload`` has ``least`` to ``total`` bytes.
+
+        No memory is taken for a tensor that so few bytes cannot hold.
+        """
         size = payload.numel()
-        fits = size == total if self.fixed_size else size <= total
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or not fits:
-            most = "" if self.fixed_size else "at most "
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or not least <= size <= total:
+            bounds = f"{total}" if least == total else f"{least} to {total}"
             raise ValueError(
-                f"codec {self}: a tensor of shape {tuple(shape)} takes {most}{total} payload "
+                f"codec {self}: a tensor of shape {tuple(shape)} takes {bounds} payload "
                 f"bytes, found {size} of {payload.dtype}"
             )
 
     def _payload_nbytes(
         self, count: int, n: int, sizes: list[int] | None, dtype: torch.dtype
     ) -> int:
+        return self._sum_over_rows(self.row_nbytes, count, n, sizes, dtype)
+
+    def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        """The fewest bytes of a row of ``n`` values."""
+        return self.row_nbytes(n, dtype) if self.fixed_size else 0
+
+    @staticmethod
+    def _sum_over_rows(
+        nbytes: Callable[[int, torch.dtype], int],
+        count: int,
+        n: int,
+        sizes: list[int] | None,
+        dtype: torch.dtype,
+    ) -> int:
         if sizes is None:
-            return count * self.row_nbytes(n, dtype)
-        return sum(self.row_nbytes(size, dtype) for size in sizes)
+            return count * nbytes(n, dtype)
+        return sum([nbytes(size, dtype) for size in sizes])
 
     def _runs(
         self, count: int, n: int, sizes: list[int] | None, dtype: torch.dtype

@@ -123,6 +123,11 @@ class Integer(Codec):
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         return native.row_nbytes(n, self.format) + (self.zstd and n > 0)
 
+    def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        # codes may shrink to next to nothing, parameters do not
+        codes = planes.packed_nbytes(n, self.bits) if self.zstd else 0
+        return native.row_nbytes(n, self.format) - codes
+
     def _encode_all(
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:
@@ -266,7 +271,8 @@ class Integer(Codec):
             return
         rows, n = y.shape
         sizes = row_sizes(lengths, rows, n)
-        self._check_payload(payload, y.shape, self._payload_nbytes(rows, n, sizes, y.dtype))
+        total = self._payload_nbytes(rows, n, sizes, y.dtype)
+        self._check_payload(payload, y.shape, total, total)
         kept = torch.float32
         if not kernels.delta_decode(
             payload.contiguous(), (rows, n), sizes, self.format, before, after, kept, y

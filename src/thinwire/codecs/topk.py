@@ -74,6 +74,11 @@ class TopK(Codec):
         positions = topk.positions_max_nbytes(n, k, topk.modulus(self.fraction))
         return self.values.row_nbytes(k, _carrier(dtype)) + positions
 
+    def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        k = self.kept(n)
+        positions = topk.positions_min_nbytes(n, k, topk.modulus(self.fraction))
+        return self.values.row_nbytes(k, _carrier(dtype)) + positions
+
     def _encode_all(
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:

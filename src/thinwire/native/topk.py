@@ -75,6 +75,11 @@ def positions_max_nbytes(n: int, k: int, m: int) -> int:
     return _golomb_max_nbytes(n, k, m) if golomb_used(n, k, m) else -(-n // 8)
 
 
+def positions_min_nbytes(n: int, k: int, m: int) -> int:
+    """The fewest bytes that they take: without gaps."""
+    return _golomb_nbytes(k, m, 0) if golomb_used(n, k, m) else -(-n // 8)
+
+
 def encode(x: Tensor, rows: Rows, out: Tensor, values: Tensor | None) -> Tensor | None:
     """Encode ``x`` [rows, n] of a dtype in DTYPES into ``out`` 1-D uint8.
 
@@ -160,8 +165,13 @@ def _split_modulus(m: int) -> tuple[int, bool]:
 
 
 def _golomb_max_nbytes(n: int, k: int, m: int) -> int:
+    return _golomb_nbytes(k, m, (n - k) // m)
+
+
+def _golomb_nbytes(k: int, m: int, quotients: int) -> int:
+    """Bytes of k gaps whose quotients add up to ``quotients``."""
     bits, ternary = _split_modulus(m)
-    return (-(-k // 5) if ternary else 0) + -(-(k * bits + k + (n - k) // m) // 8)
+    return (-(-k // 5) if ternary else 0) + -(-(k * bits + k + quotients) // 8)
 
 
 def _code(index: Tensor, n: int, m: int) -> Tensor:
