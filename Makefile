@@ -25,7 +25,7 @@ SEED := $(shell date +%s)
 CONFIGURE :=
 CMAKE = $(or $(shell command -v cmake),$(VENV)/bin/cmake)
 
-.PHONY: demo test test-gpu test-wheel fuzz lint clean
+.PHONY: demo test test-gpu test-wheel test-aarch64 fuzz lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/thinwire train $(ARGS)
@@ -38,6 +38,12 @@ test-gpu: $(VENV)/installed-dev
 
 test-wheel: $(VENV)/installed-dev
 	$(RUN) pytest tests/native/wheel.py $(ARGS)
+
+# The kernels cross-compiled (kept in build/aarch64, a minute or more) and run by an emulator: skipped
+# without g++-aarch64-linux-gnu and qemu-user-static, as Debian calls them.
+test-aarch64: $(VENV)/installed-dev
+	command -v cmake >/dev/null || $(RUN) pip install --no-input cmake
+	$(RUN) pytest tests/native/aarch64.py $(ARGS)
 
 # -O1: faster to compile than -O2, and to run than -O0
 fuzz: $(VENV)/installed-dev

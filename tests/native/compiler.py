@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+CSRC = Path(__file__).parents[2] / "src/thinwire/native/csrc"
 #: The compiler that the build would use; None where there is none.
 COMPILER = next(
     filter(None, map(shutil.which, [os.environ.get("CXX", "c++"), "c++", "g++", "clang++"])), None
@@ -26,4 +27,11 @@ def shared_object(path: Path, source: str) -> Path:
         timeout=60,
         check=True,
     )
+    return path
+
+
+def program(path: Path, source: Path, library: Path, compiler: str) -> Path:
+    """Compile ``source`` into the program ``path``, linked with ``library`` where it lies."""
+    where = [f"-I{CSRC}", str(source), str(library), f"-Wl,-rpath,{library.parent}"]
+    subprocess.run([compiler, "-std=c++17", "-O1", *where, "-o", path], timeout=300, check=True)
     return path

@@ -1,16 +1,18 @@
 // Feeds the kernels what no codec would: damaged and made-up payloads, and floats of any bits.
 //
-//   fuzz SECONDS SEED [ITERATION]
+//   fuzz SECONDS SEED [ITERATION [LAST]]
 //
 // Every input goes to every level of the instruction set, and all have to agree on the answer. The
 // buffers are of exactly the right size: past their end (or before their start) lies memory that
 // must not be touched, a page that is not there or, in the build with sanitizers, a red zone.
 // Iterations are numbered and draw from (SEED, number) alone, so the one that a crash names can be
 // run again by itself. Arguments that never come from outside (formats, sizes) are always valid.
+// With LAST, a line for every iteration up to it says what came of it: machines are compared by those.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -91,6 +93,26 @@ bool same(const Memory& a, const Memory& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.nbytes())) == 0;
 }
 
+// What came of this iteration, in one number.
+uint64_t digest_now;
+
+void note(const void* p, int64_t nbytes) {
+  for (int64_t i = 0; i < nbytes; i += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, static_cast<const uint8_t*>(p) + i, static_cast<size_t>(std::min<int64_t>(8, nbytes - i)));
+    digest_now = (digest_now ^ word) * 0x9E3779B97F4A7C15u;
+    digest_now ^= digest_now >> 32;
+  }
+}
+
+// Notes the answer and, if the input was accepted, the results; returns whether it was.
+bool noted(int64_t answer, bool accepted, std::initializer_list<const Memory*> results) {
+  note(&answer, sizeof answer);
+  for (const Memory* memory : results)
+    if (accepted) note(memory->data(), memory->nbytes());
+  return accepted;
+}
+
 bool fuzz_decode(Random& random) {
   const tw_format f = draw_format(random);
   const Shape s = draw_shape(random);
@@ -107,7 +129,7 @@ bool fuzz_decode(Random& random) {
     require(found == answer, "tw_decode: levels disagree about validity");
     require(found >= 0 || same_rows(s, y.data(), first.data()), "tw_decode: levels decode differently");
   });
-  return answer < 0;
+  return noted(answer, answer < 0, {&first});
 }
 
 bool fuzz_encode(Random& random) {
@@ -125,7 +147,7 @@ bool fuzz_encode(Random& random) {
     require(place == answer, "tw_encode: levels disagree about codability");
     require(place >= 0 || same(payload, first), "tw_encode: levels encode differently");
   });
-  return answer < 0;
+  return noted(answer, answer < 0, {&first});
 }
 
 // References: float32, bfloat16, or an integer format.
@@ -190,6 +212,9 @@ struct References {
       if (!same(*after[r], *first[r])) return false;
     return true;
   }
+  void note_remembered() const {
+    for (const Memory* row : first) note(row->data(), row->nbytes());
+  }
 };
 
 bool fuzz_delta_encode(Random& random) {
@@ -222,7 +247,8 @@ bool fuzz_delta_encode(Random& random) {
     require(references.as_remembered(), "tw_delta_encode: levels move references differently");
     require(same(energies, first_energies), "tw_delta_encode: levels measure energies differently");
   });
-  return answer < 0;
+  if (answer < 0) references.note_remembered();
+  return noted(answer, answer < 0, {&first, &first_energies});
 }
 
 bool fuzz_delta_decode(Random& random) {
@@ -251,7 +277,8 @@ bool fuzz_delta_decode(Random& random) {
     require(references.as_remembered(), "tw_delta_decode: levels move references differently");
     require(same_rows(s, y.data(), first.data()), "tw_delta_decode: levels decode differently");
   });
-  return answer < 0;
+  if (answer < 0) references.note_remembered();
+  return noted(answer, answer < 0, {&first});
 }
 
 // Rows for top-k, whose values are coded apart (in `widths` bytes) or are in the payload as they are.
@@ -315,7 +342,8 @@ bool fuzz_topk_encode(Random& random) {
       require(t.encode(x, out, random.below(t.capacity), values.data(), starts.as<int64_t>()) <= t.capacity,
               "tw_topk_encode: more than its room");
   });
-  return answer >= 0;
+  if (answer >= 0) note(first.data(), answer);
+  return noted(answer, answer >= 0, {});
 }
 
 bool fuzz_topk_decode(Random& random) {
@@ -357,7 +385,8 @@ bool fuzz_topk_decode(Random& random) {
     require(!took || same(coded, first_coded), "tw_topk_take_values: levels take different values");
     require(!good || same_rows(s, y.data(), first.data()), "tw_topk_decode: levels decode differently");
   });
-  return answer != 0;
+  noted(taken, taken != 0, {&first_coded});
+  return noted(answer, answer != 0, {&first});
 }
 
 // Bytes of a row of the codec tile, as native/tile.py says.
@@ -386,7 +415,7 @@ bool fuzz_tile_encode(Random& random) {
     require(place == answer, "tw_tile_encode: levels disagree about codability");
     require(place >= 0 || same(payload, first), "tw_tile_encode: levels encode differently");
   });
-  return answer < 0;
+  return noted(answer, answer < 0, {&first});
 }
 
 bool fuzz_tile_decode(Random& random) {
@@ -419,7 +448,7 @@ bool fuzz_tile_decode(Random& random) {
     require(found == answer, "tw_tile_decode: levels disagree about validity");
     require(same_rows(s, y.data(), first.data()), "tw_tile_decode: levels decode differently");
   });
-  return answer < 0;
+  return noted(answer, answer < 0, {&first});
 }
 
 // Returns whether the input was accepted.
@@ -442,6 +471,7 @@ constexpr uint64_t kTargets = sizeof targets / sizeof *targets;
 
 void run(uint64_t iteration) {
   iteration_now = iteration;
+  digest_now = 0;
   Random random(seed_now, iteration);
   Target& target = targets[iteration % kTargets];
   target.accepted += target.run(random);
@@ -451,8 +481,8 @@ void run(uint64_t iteration) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 3 || argc > 4) {
-    std::fprintf(stderr, "usage: fuzz SECONDS SEED [ITERATION]\n");
+  if (argc < 3 || argc > 5) {
+    std::fprintf(stderr, "usage: fuzz SECONDS SEED [ITERATION [LAST]]\n");
     return 2;
   }
   const double seconds = std::atof(argv[1]);
@@ -471,6 +501,15 @@ int main(int argc, char** argv) {
   if (argc == 4) {
     run(std::strtoull(argv[3], nullptr, 10));
     std::printf("fuzz: iteration %s is fine\n", argv[3]);
+    return 0;
+  }
+  if (argc == 5) {
+    const uint64_t last = std::strtoull(argv[4], nullptr, 10);
+    for (uint64_t k = std::strtoull(argv[3], nullptr, 10); k <= last; ++k) {
+      run(k);
+      std::printf("%llu %s %016llx\n", static_cast<unsigned long long>(k), targets[k % kTargets].name,
+                  static_cast<unsigned long long>(digest_now));
+    }
     return 0;
   }
   const auto start = std::chrono::steady_clock::now();

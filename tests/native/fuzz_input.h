@@ -256,7 +256,8 @@ void plausible(Random& random, const tw_format& f, const Shape& s, uint8_t* p) {
       const uint16_t scale = static_cast<uint16_t>(random.within(0, 0x7E80));
       std::memcpy(p + 2 * g, &scale, 2);
       if (f.flags & TW_SYMMETRIC) continue;
-      const uint32_t offset = static_cast<uint32_t>(random.within(0, 0x7E7FFFFF) | random.below(2) << 31);
+      const int64_t magnitude = random.within(0, 0x7E7FFFFF), sign = random.below(2) << 31;
+      const uint32_t offset = static_cast<uint32_t>(magnitude | sign);
       std::memcpy(p + 2 * groups + 4 * g, &offset, 4);
     }
     p += row_nbytes(f, n);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -125,7 +126,7 @@ def kept_rows(m: Tensor, how: Kept) -> list[Tensor]:
 
 
 @st.composite
-def steps(draw, how: Kept) -> Step:
+def steps(draw, how: Kept, rotated: bool = False) -> Step:
     """A step of one of the formats; often a small change."""
     x = draw(tensors(bad=draw(st.integers(0, 9)) == 0))
     rows, n = x.shape
@@ -134,6 +135,7 @@ def steps(draw, how: Kept) -> Step:
         m = (x.to(torch.float32) + 0.01 * normal(rows, n)).nan_to_num(0.0, 1.0, 1.0)
     mode = draw(st.sampled_from(list(MODES)))
     fmt = format_of(mode, draw(st.integers(1, 8)), draw(st.sampled_from(GROUPS)))
+    fmt = dataclasses.replace(fmt, hadamard=rotated)
     lengths = st.lists(st.integers(0, x.shape[1]), min_size=len(x), max_size=len(x))
     sizes = draw(st.none() | lengths) if len(x) else None
     return Step(x, m.clamp(-3.3e38, 3.3e38), sizes, fmt, how)

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.compiler import COMPILER
+from tests.native.compiler import COMPILER, program
 from thinwire.native import library
 
 SECONDS = 15
 SOURCE = Path(__file__).with_name("fuzz.cpp")
-HEADERS = Path(__file__).parents[2] / "src/thinwire/native/csrc"
 LIBRARY = Path(library.__file__).with_name("libthinwire.so")
 
 
@@ -33,11 +32,7 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no library: {library.why_missing()}")
     if not sys.platform.startswith("linux"):
         pytest.skip(f"{sys.platform}: the program is linked with the library as Linux does it")
-    path = tmp_path_factory.mktemp("fuzz") / "fuzz"
-    where = [f"-I{HEADERS}", str(SOURCE), str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
-    command = [COMPILER, "-std=c++17", "-O1", *where, "-o", str(path)]
-    subprocess.run(command, timeout=100, check=True)
-    return path
+    return program(tmp_path_factory.mktemp("fuzz") / "fuzz", SOURCE, LIBRARY, COMPILER)
 
 
 def run(fuzz: Path, *arguments: object) -> str:

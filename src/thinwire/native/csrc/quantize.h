@@ -48,7 +48,7 @@ struct Dequantizer {
     if constexpr (mode == kSymmetric) level = to_float(code) - splat(static_cast<float>((1 << (bits - 1)) - 1));
     if constexpr (mode == kStd1) level = code != 0 ? splat(kLloyd1) : splat(-kLloyd1);
     if constexpr (mode == kStd2) {
-      const vf magnitude = (code == 0) | (code == 3) ? splat(kLloyd2[1]) : splat(kLloyd2[0]);
+      const vf magnitude = ((code == 0) | (code == 3)) ? splat(kLloyd2[1]) : splat(kLloyd2[0]);
       level = float_of(bits_of(magnitude) | ((code < 2) & INT32_MIN));
     }
     if constexpr (mode == kStdMany)
