@@ -138,6 +138,7 @@ class Codec(Named):
         of its start. Raises NonFiniteError naming the index of a value that cannot be coded, and
         ValueError on a dtype, ``rows`` or ``lengths`` that does not fit.
         """
+        _check_tensor(self, x)
         self.check_dtype(x.dtype)
         count, n = _layout(x.shape, rows)
         x2 = x.detach().reshape(count, n)
@@ -168,6 +169,7 @@ class Codec(Named):
         ``shape``, ``rows`` and ``lengths`` are those of the encoded tensor; ``raw`` also needs its
         dtype. Raises ValueError if the payload's size or its parameters do not fit.
         """
+        _check_tensor(self, payload)
         self.check_dtype(dtype)
         count, n = _layout(shape, rows)
         sizes = row_sizes(lengths, count, n)
@@ -381,6 +383,11 @@ def row_sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
         if not 0 <= size <= n:
             raise ValueError(f"length {size} of row {row} is not within 0 … {n}")
     return sizes if any(size != n for size in sizes) else None
+
+
+def _check_tensor(coder: Codec, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"codec {coder} takes a torch tensor, not {type(x).__qualname__}")
 
 
 def row_seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
