@@ -391,5 +391,5 @@ def unpack(frame: Buffer | Tensor) -> Tensor:
     try:
         coder = codec(section.codec)
         return coder.decode(section.payload, section.shape, section.dtype)
-    except (SpecError, ValueError) as error:
-        raise FrameError(str(error)) from None
+    except (SpecError, ValueError, RuntimeError) as error:  # of torch: no memory for such a shape
+        raise FrameError(str(error).partition("\n")[0]) from None

@@ -141,7 +141,7 @@ class Codec(Named):
         _check_tensor(self, x)
         self.check_dtype(x.dtype)
         count, n = _layout(x.shape, rows)
-        x2 = x.detach().reshape(count, n)
+        x2 = x.detach().resolve_neg().reshape(count, n)
         sizes = row_sizes(lengths, count, n)
         out = self._room(x2, sizes, out)
         if out.numel() == 0:  # no values, in any number of rows
@@ -187,7 +187,11 @@ class Codec(Named):
             )
         if total == 0:
             return out.zero_()
-        y = out if out.is_contiguous() else out.new_empty(out.shape)
+        y = (
+            out
+            if out.is_contiguous() and not out.is_neg()
+            else torch.empty_like(out, memory_format=torch.contiguous_format)
+        )
         y2 = y.view(count, n)
         if not self._decode_all(payload, y2, sizes):
             raise ValueError(f"codec {self}: the payload holds {self._invalid}")

@@ -18,6 +18,12 @@ _DTYPES = {
 _FP8_MAX = 448.0
 
 
+def _all_finite(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values of ``x``, of which there are some, are finite as ``dtype``."""
+    # rounding keeps the order, and a NaN is both extremes
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x)).to(dtype)).all())
+
+
 @dataclasses.dataclass(frozen=True)
 class Cast(Codec):
     """Round to ``to``; a value beyond its range is an error, never an infinity."""
@@ -30,9 +36,7 @@ class Cast(Codec):
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         if x.numel() == 0:
             return True
-        # rounding keeps the order, and a NaN is both extremes
-        extremes = torch.stack(torch.aminmax(x)).to(_DTYPES[self.to])
-        if not bool(torch.isfinite(extremes).all()):
+        if not _all_finite(x, _DTYPES[self.to]):
             return False
         if self._aligned(out):
             out.view(_DTYPES[self.to]).copy_(x)
@@ -42,7 +46,8 @@ class Cast(Codec):
 
     def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
         whole = payload if self._aligned(payload) else payload.clone()
-        return whole.view(_DTYPES[self.to])
+        values = whole.view(_DTYPES[self.to])
+        return values if values.numel() == 0 or _all_finite(values, values.dtype) else None
 
     def _aligned(self, rows: Tensor) -> bool:
         """Whether uint8 ``rows`` can be viewed as what they hold."""

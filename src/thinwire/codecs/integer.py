@@ -5,8 +5,8 @@ group's range, plus 0.8 % for the bfloat16 scale (rounded up, so that the extrem
 and half a unit in the last place of the value itself in float32. At 1 and 2 bits the default is the
 mean and the standard deviation with the Lloyd-Max levels, 3 to 5 dB better there unless values are
 one-sided. Stochastic rounding is unbiased; on Gaussian values its relative error stays below the
-0.707 of the AQ-SGD theorem (Wang et al. 2022) from 3 bits on and, at 2 bits, in the affine format with groups of at
-most 64 (0.64), not in the symmetric one (1.04) nor at 1 bit (2.1).
+0.707 of the AQ-SGD theorem (Wang et al. 2022) from 3 bits on and, at 2 bits, in the affine format
+with groups of at most 64 (0.64), not in the symmetric one (1.04) nor at 1 bit (2.1).
 
 With ``hadamard`` these bounds are those of the rotated values. With ``zstd`` the codes of all rows
 share a frame: the one case in which a row's bytes depend on its neighbours and on a library's

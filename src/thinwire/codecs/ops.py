@@ -61,7 +61,8 @@ def _moving(m: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The rows of ``m``, and room for what they become: an error leaves ``m`` as it is."""
     if m.dim() != 2 or m.dtype != torch.float32:
         raise ValueError(f"references are [rows, n] float32, not {m.dtype} of {tuple(m.shape)}")
-    return list(m.unbind()), list(torch.empty_like(m).unbind())
+    after = torch.empty_like(m, memory_format=torch.contiguous_format)
+    return list(m.contiguous().unbind()), list(after.unbind())
 
 
 def _fake_encode(x: Tensor, codec: str, seed: int = 0) -> Tensor:

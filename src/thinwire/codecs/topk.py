@@ -94,7 +94,8 @@ class TopK(Codec):
         if starts is None:
             return None
         coded = out.new_empty(int(rows.widths.sum()))
-        if self.values._encode_all(values, kept, seeds, coded) is None:
+        written = self.values._encode_all(values, kept, seeds, coded)
+        if written is None or written < 0:
             return None
         topk_kernels.put_values(rows, coded, starts, out)
         return int(starts[-1])

@@ -318,6 +318,8 @@ class _DeltaSender(_DeltaEnd, Sender):
         """``rows`` as values, and the references that they become."""
         coder = self.scheme.codec_of(kind)
         lengths, part = _lengths(visit, rows), _some(values, rows)
+        if kind != Kind.VALUE:  # as references are kept: some codecs' bytes depend on the dtype
+            part = part.to(torch.float32)
         payload = coder.encode(part, len(rows), lengths, _seeds(visit, rows), space.rest)
         space.took(payload)
         if kind == Kind.VALUE:
@@ -387,6 +389,8 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             coder.decode(section.payload, y.shape, y.dtype, count, lengths, out=y)
             return None
         value = coder.decode(section.payload, y.shape, torch.float32, count, lengths)
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"codec {coder}: the payload holds values that are not finite")
         y.copy_(saturated(value, y.dtype))
         return _references(value, lengths)
 

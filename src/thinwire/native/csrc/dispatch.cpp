@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "level.h"
+#include "ordinary.h"
 #include "pool.h"
 
 #define TW_EXPORT extern "C" __attribute__((visibility("default")))
@@ -76,6 +77,7 @@ int64_t unit_of(const tw_format& f, const tw_format* reference) {
 template <class F>
 void for_pieces(const tw_format& f, const tw_format* reference, int64_t rows, int64_t n, const int64_t* lengths,
                 int threads, int64_t most, const F& work) {
+  const tw::OrdinaryFloats scope;
   const auto& kernels = *levels().active;
   const bool parallel = threads > 1 && rows * n >= 2 * kValuesPerPiece;
   if (parallel) most = std::min(most, std::max(kValuesPerPiece, rows * n / (8 * threads)));
@@ -103,6 +105,7 @@ void for_pieces(const tw_format& f, const tw_format* reference, int64_t rows, in
 template <class N, class F>
 void for_rows(int64_t rows, int64_t n, const int64_t* lengths, int threads, const N& nbytes, const F& work) {
   if (n == 0) return;  // there may be any number of empty rows
+  const tw::OrdinaryFloats scope;
   std::vector<int64_t> starts;
   if (lengths) {
     int64_t at = 0;
@@ -244,6 +247,7 @@ TW_EXPORT int64_t tw_delta_encode(const tw_format* f, int dtype, const void* x, 
                                           {reference, packed}, from + p.first, to + p.first,
                                           at_row(seeds, p.first), payload + p.at));
   });
+  const tw::OrdinaryFloats scope;
   for (int64_t r = 0; energies && r < rows; ++r)
     for (int k = 0; k < 2; ++k)
       energies[2 * r + k] =

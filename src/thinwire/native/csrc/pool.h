@@ -7,7 +7,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
+
+#include "ordinary.h"
 
 namespace tw {
 
@@ -25,6 +28,7 @@ class Pool {
   void run(int64_t count, int threads, const F& work) {
     std::atomic<int64_t> next{0};
     const auto loop = [&] {
+      const OrdinaryFloats scope;
       for (int64_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(k);
     };
     const int helpers = static_cast<int>(count < threads ? count : threads) - 1;
@@ -37,12 +41,9 @@ class Pool {
     const Job job{[](const void* f) { (*static_cast<const decltype(loop)*>(f))(); }, &loop};
     {
       std::lock_guard<std::mutex> hold(state->mutex);
-      while (state->started < helpers) {
-        std::thread(serve, state, state->started).detach();
-        ++state->started;
-      }
+      start(state, helpers);
       state->job = &job;
-      state->wanted = state->running = helpers;
+      state->wanted = state->running = helpers < state->started ? helpers : state->started;
       ++state->round;
     }
     state->wake.notify_all();
@@ -73,6 +74,14 @@ class Pool {
     Pool* const pool = new Pool;
     pthread_atfork(nullptr, nullptr, [] { instance().state_ = new State; });
     return pool;
+  }
+
+  // Up to `helpers` threads, or as many as the system allows.
+  static void start(State* state, int helpers) {
+    try {
+      for (; state->started < helpers; ++state->started) std::thread(serve, state, state->started).detach();
+    } catch (const std::system_error&) {
+    }
   }
 
   static void serve(State* state, int number) {
