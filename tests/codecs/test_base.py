@@ -365,3 +365,15 @@ def test_few_bytes_cannot_claim_to_be_many_rows(name):
     few = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="payload bytes"):
         codec(name).decode(few, (1 << 36, 3), torch.float32)
+
+
+@every
+def test_a_view_with_the_negative_bit_is_coded_as_its_values(name):
+    x = torch._neg_view(normal(2, 300))
+    assert torch.equal(codec(name).encode(x), codec(name).encode(x.resolve_neg()))
+
+
+@every
+def test_what_is_no_tensor_is_named(name):
+    with pytest.raises(TypeError, match="takes a torch tensor, not list"):
+        codec(name).encode([1.0])

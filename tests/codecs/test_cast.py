@@ -66,3 +66,12 @@ def test_fp8_refuses_a_scale_that_is_not_finite(corrupt):
     payload[:4] = torch.tensor([corrupt], dtype=torch.int32).view(torch.uint8)
     with pytest.raises(ValueError, match="invalid scale"):
         codec("fp8").decode(payload, (1, 8), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_payload_with_a_value_that_is_not_finite_is_refused(name, value):
+    short = torch.ones(2, 5, dtype=torch.bfloat16 if name == "bf16" else torch.float16)
+    short[1, 3] = value
+    with pytest.raises(ValueError, match="the payload holds"):
+        codec(name).decode(short.view(torch.uint8).flatten(), (2, 5), torch.float32)

@@ -60,3 +60,14 @@ def test_the_operators_pass_torchs_own_checks(name):
 def test_a_codec_of_varying_size_is_refused():
     with pytest.raises(ValueError, match=r"fixed size, not 'topk:0.01'"):
         torch.ops.thinwire.encode(normal(4), "topk:0.01")
+
+
+@pytest.mark.parametrize(
+    "strided", [lambda m: m.t().contiguous().t(), lambda m: torch.cat([m, m], 1)[:, : m.shape[1]]]
+)
+def test_references_of_any_stride_move_as_contiguous_ones(strided):
+    x, there = normal(4, 256), torch.zeros(4, 256)
+    m = strided(torch.zeros(4, 256))
+    payload = torch.ops.thinwire.delta_encode(x, m, "int4")
+    assert torch.equal(payload, torch.ops.thinwire.delta_encode(x, there, "int4"))
+    assert torch.equal(m, there)

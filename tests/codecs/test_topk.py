@@ -373,3 +373,11 @@ def test_both_ends_of_a_delta_of_varying_size_stay_equal(text):
         y = receiver.decode(sender.encode(x, 0, visit), 0, visit)
         assert y.shape == x.shape
         assert sender.digest() == receiver.digest()
+
+
+@pytest.mark.parametrize("values", ["int4", "int8", "fp16"])
+def test_kept_values_that_their_codec_cannot_hold_are_an_error(values):
+    x = torch.ones(1, 16)
+    x[0, 0], x[0, 1] = 3.4e38, -3.4e38
+    with pytest.raises(NonFiniteError):
+        codec(f"topk:0.5/{values}").encode(x)

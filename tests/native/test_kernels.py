@@ -40,6 +40,7 @@ from tests.native.kernel_cases import (
     twin_decode,
     twin_encode,
 )
+from thinwire.codecs import codec
 from thinwire.native import kernels, library, reference
 
 pytestmark = needs_library
@@ -329,3 +330,19 @@ def test_other_python_threads_run_while_one_encodes():
         over.set()
         counter.join()
     assert progress > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_flushing_subnormals_elsewhere_leaves_the_bytes_alone(level, threads):
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)) * 1e-39
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with library.forced(level):
+            expected = codec("int4").encode(x)
+            torch.set_flush_denormal(True)
+            assert torch.equal(codec("int4").encode(x), expected)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)

@@ -371,3 +371,13 @@ def test_replaced_references_are_not_hoarded():
         link.move(normal(2, WIDTH, seed=step), 0, there)
     for end in (link.sender, link.receiver):
         assert all(len(spare) <= 2 for spare in end._spare.values())
+
+
+@pytest.mark.parametrize("spec", ["delta(raw)", "delta(int4,first=topk:0.5)", "delta(topk:0.1)"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_of_any_float_dtype_go_by_any_codec(spec, dtype):
+    link, x = Link(spec), normal(3, 300).to(dtype)
+    for step in range(4):
+        y = link.step(x if step % 2 else -x, range(3))
+        assert y.dtype == dtype
+    assert link.sender.digest() == link.receiver.digest()
