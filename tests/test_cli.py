@@ -48,6 +48,7 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 MISTAKES = {
     "a wrong command": (["trian"], "unknown command 'trian'; did you mean 'train'?"),
     "a wrong option": (["--versoin"], "unknown option '--versoin'"),
+    "two dashes alone": (["--"], "unknown option '--'"),
     "a wrong codec": (["train", "--forward", "delta(itn4)"], "did you mean 'int4'"),
     "a bad rate": (["train", "--link.rate", "fast"], "link.rate"),
     "a missing text": (["train", "--data.path", "nowhere.txt"], "can't read nowhere.txt"),

@@ -52,6 +52,8 @@ def run(arguments: list[str]) -> int:
         parser.print_help()
         return 0
     options, rest = parser.parse_known_args(arguments[:1])
+    if options.command is None and not rest:  # a lone --
+        rest = arguments[:1]
     if rest:
         raise ConfigError(f"unknown option '{rest[0]}'{nearest(rest[0], ('--help', '--version'))}")
     if options.command == "train":
