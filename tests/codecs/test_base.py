@@ -376,4 +376,4 @@ def test_a_view_with_the_negative_bit_is_coded_as_its_values(name):
 @every
 def test_what_is_no_tensor_is_named(name):
     with pytest.raises(TypeError, match="takes a torch tensor, not list"):
-        codec(name).encode([1.0])
+        codec(name).encode([1.0])  # type: ignore[arg-type]
