@@ -253,6 +253,15 @@ class Encoder {
     }
     squares[0] = fold_lanes(squares, count, sum);
   }
+  // For groups of few enough vectors: all are one expression, which takes the compiler its time.
+  template <int group>
+  TW_INLINE bool sums_if_short(const S& from, int64_t start, int count, vf* mean, vf* squares) const {
+    if constexpr (group / W <= 64) {
+      sums_of<group / W>(from, start, count, mean, squares);
+      return true;
+    }
+    return false;
+  }
   template <int size>
   TW_INLINE bool sums(const S& from, int64_t start, int count, vf* mean, vf* squares) const {
     if constexpr (size) {
@@ -260,11 +269,11 @@ class Encoder {
       return true;
     }
     switch (layout.group) {
-      case 32: sums_of<32 / W>(from, start, count, mean, squares); return true;
-      case 64: sums_of<64 / W>(from, start, count, mean, squares); return true;
-      case 256: sums_of<256 / W>(from, start, count, mean, squares); return true;
-      case 512: sums_of<512 / W>(from, start, count, mean, squares); return true;
-      case 1024: sums_of<1024 / W>(from, start, count, mean, squares); return true;
+      case 32: return sums_if_short<32>(from, start, count, mean, squares);
+      case 64: return sums_if_short<64>(from, start, count, mean, squares);
+      case 256: return sums_if_short<256>(from, start, count, mean, squares);
+      case 512: return sums_if_short<512>(from, start, count, mean, squares);
+      case 1024: return sums_if_short<1024>(from, start, count, mean, squares);
       default: return false;
     }
   }
