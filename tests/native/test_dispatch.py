@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.codecs.common import normal
+from tests.native.interpreter import run_under_the_interpreter
 from tests.schemes.links import mixed_step, visit, visits_of
 from thinwire.codecs import codec
 from thinwire.native import (
@@ -261,17 +261,7 @@ def differences(device: str) -> Iterator[str]:
 
 
 def test_every_way_through_triton_equals_the_eager_twin_under_the_interpreter():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+    run_under_the_interpreter(__file__)
 
 
 @pytest.mark.gpu

@@ -9,10 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.native.digest import cases
+from tests.native.interpreter import run_under_the_interpreter
 from thinwire.native import delta_reference, reference, triton_kernels, triton_launch, triton_use
 from thinwire.native.reference import IntegerFormat
 
@@ -249,17 +247,7 @@ def mismatches(device: str) -> Iterator[str]:
 
 
 def test_every_program_equals_the_eager_twin_under_the_interpreter():
-    pytest.importorskip("triton")
-    path = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+    run_under_the_interpreter(__file__)
 
 
 @pytest.mark.gpu

@@ -292,8 +292,8 @@ class Codec(Named):
         return self._sum_over_rows(self.row_nbytes, count, n, sizes, dtype)
 
     def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """The fewest bytes of a row of ``n`` values."""
-        return self.row_nbytes(n, dtype) if self.fixed_size else 0
+        """The fewest bytes of a row of ``n`` values, where their number varies."""
+        return 0
 
     @staticmethod
     def _sum_over_rows(

@@ -47,7 +47,7 @@ class Cast(Codec):
     def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
         whole = payload if self._aligned(payload) else payload.clone()
         values = whole.view(_DTYPES[self.to])
-        return values if values.numel() == 0 or _all_finite(values, values.dtype) else None
+        return values if _all_finite(values, values.dtype) else None
 
     def _aligned(self, rows: Tensor) -> bool:
         """Whether uint8 ``rows`` can be viewed as what they hold."""

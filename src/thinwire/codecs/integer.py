@@ -125,8 +125,7 @@ class Integer(Codec):
 
     def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         # codes may shrink to next to nothing, parameters do not
-        codes = planes.packed_nbytes(n, self.bits) if self.zstd else 0
-        return native.row_nbytes(n, self.format) - codes
+        return native.row_nbytes(n, self.format) - planes.packed_nbytes(n, self.bits)
 
     def _encode_all(
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
@@ -156,12 +155,10 @@ class Integer(Codec):
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:
         """A byte 0 and the plain payload, or, where that is less, a byte 1, the parameters of all
-        rows as they are, and one zstd frame with all rows' codes; nothing where there is no value.
+        rows as they are, and one zstd frame with all rows' codes.
         """
         count, n = x2.shape
         total = self._plain._payload_nbytes(count, n, sizes, x2.dtype)
-        if total == 0:
-            return 0
         plain = out.new_empty(total)
         written = self._plain._encode_all(x2, sizes, seeds, plain)
         if written is None or written < 0:
@@ -181,10 +178,7 @@ class Integer(Codec):
     def _decode_compressed(self, payload: Tensor, y2: Tensor, sizes: list[int] | None) -> bool:
         count, n = y2.shape
         total = self._plain._payload_nbytes(count, n, sizes, y2.dtype)
-        if total == 0:
-            return self._plain._decode_all(payload, y2, sizes)
-        flag = int(payload[0]) if payload.numel() else None
-        body = payload[1:]
+        flag, body = int(payload[0]), payload[1:]
         if flag == 1:
             plain = body.new_empty(total)
             self._decompress(body, total, self._rows_of(plain, count, n, sizes))

@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.native import library
 from thinwire.native.delta_reference import Kept
 from thinwire.native.reference import IntegerFormat
-from thinwire.native.tensors import DTYPES, row_lengths, usable, with_rows
+from thinwire.native.tensors import DTYPES, arguments, row_lengths, usable, with_rows
 
 __all__ = [
     "Bound",
@@ -118,15 +118,9 @@ def encode(
     undefined.
     """
     x = with_rows(x)
-    rows, n = x.shape
     return _functions().encode(
         _format(fmt),
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        rows,
-        n,
-        x.stride(0),
-        row_lengths(sizes),
+        *arguments(x, sizes),
         seeds.data_ptr() if fmt.stochastic else None,
         out.data_ptr(),
         torch.get_num_threads(),
@@ -138,21 +132,8 @@ def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: IntegerFormat, y: 
 
     Returns False, with ``y`` undefined, if a scale or offset in the payload is invalid.
     """
-    rows, n = y.shape
-    return (
-        _functions().decode(
-            _format(fmt),
-            payload.data_ptr(),
-            DTYPES[y.dtype],
-            y.data_ptr(),
-            rows,
-            n,
-            y.stride(0),
-            row_lengths(sizes),
-            torch.get_num_threads(),
-        )
-        < 0
-    )
+    threads = torch.get_num_threads()
+    return _functions().decode(_format(fmt), payload.data_ptr(), *arguments(y, sizes), threads) < 0
 
 
 def delta_encode(
@@ -173,15 +154,9 @@ def delta_encode(
     or the place of a value that cannot be coded, with ``out`` and ``after`` undefined.
     """
     x = with_rows(x if x.dtype != torch.float16 else x.to(torch.float32))
-    rows, n = x.shape
     return _functions().delta_encode(
         _format(fmt),
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        rows,
-        n,
-        x.stride(0),
-        row_lengths(sizes),
+        *arguments(x, sizes),
         *_kept(how),
         addresses(before),
         addresses(after),

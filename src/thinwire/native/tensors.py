@@ -26,6 +26,11 @@ def row_lengths(sizes: Sequence[int] | None) -> Any:
     return None if sizes is None else (ctypes.c_int64 * len(sizes))(*sizes)
 
 
+def arguments(x: Tensor, sizes: Sequence[int] | None) -> tuple[Any, ...]:
+    """What kernels are told of ``x`` [rows, n], rows contiguous, which has to outlive this."""
+    return DTYPES[x.dtype], x.data_ptr(), *x.shape, x.stride(0), row_lengths(sizes)
+
+
 def with_rows(x: Tensor) -> Tensor:
     """``x`` [rows, n] with contiguous rows, copied only if it has none."""
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()

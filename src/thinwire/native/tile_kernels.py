@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.native import library
-from thinwire.native.tensors import DTYPES, row_lengths, usable, with_rows
+from thinwire.native.tensors import DTYPES, arguments, usable, with_rows
 from thinwire.native.tile import TileFormat
 
 __all__ = ["DTYPES", "decode", "encode", "usable"]
@@ -32,19 +32,9 @@ def encode(x: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, out: Tensor)
     Returns -1, or the place (row * n + index) of a value that is not finite, with ``out``
     undefined.
     """
-    rows, n = x.shape
     x = with_rows(x)
-    return _function("encode")(
-        fmt.bits,
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        rows,
-        n,
-        x.stride(0),
-        row_lengths(sizes),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
+    return _function("encode")(fmt.bits, *arguments(x, sizes), out.data_ptr(), threads)
 
 
 def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, y: Tensor) -> bool:
@@ -52,21 +42,8 @@ def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: TileFormat, y: Ten
 
     Returns False, with ``y`` untouched, if a scale in the payload is invalid.
     """
-    rows, n = y.shape
-    return (
-        _function("decode")(
-            fmt.bits,
-            payload.data_ptr(),
-            DTYPES[y.dtype],
-            y.data_ptr(),
-            rows,
-            n,
-            y.stride(0),
-            row_lengths(sizes),
-            torch.get_num_threads(),
-        )
-        < 0
-    )
+    threads = torch.get_num_threads()
+    return _function("decode")(fmt.bits, payload.data_ptr(), *arguments(y, sizes), threads) < 0
 
 
 def _function(name: str) -> Callable[..., int]:

@@ -27,8 +27,20 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-#: Input formats whose values can be kept as they are, and their numbers in the kernels.
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from thinwire.native.tensors import DTYPES
+
+__all__ = [
+    "DTYPES",
+    "Rows",
+    "decode",
+    "encode",
+    "golomb_used",
+    "modulus",
+    "positions_max_nbytes",
+    "positions_min_nbytes",
+    "put_values",
+    "take_values",
+]
 
 _INFINITY = 0x7F800000
 #: (least share kept, in 1/1024; modulus): where each becomes the best for geometric gaps.
