@@ -53,7 +53,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What both ends know of a step before anything is posted."""
+    """What both ends know of a step before anything is posted; ``next_keys``: of the next one."""
 
     step: int
     train: bool
@@ -61,3 +61,9 @@ class StepPlan:
     seq_len: int | None = None
     codec: bool = True  # False: evaluation on exact values
     seed: int = 0
+    next_keys: tuple[int, ...] | None = None
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The samples of all micro-batches, in order; none where they have no ids."""
+        return tuple(key for mb in self.microbatches for key in mb.keys or ())

@@ -13,8 +13,8 @@ import math
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from thinwire.errors import FrameError, LinkError, NonFiniteError
 from thinwire.frame import Direction, Kind, Place, Section
 from thinwire.network import Handle, Message, Transport, TransportError
 from thinwire.schemes import Foreseen, Receiver, Scheme, Sender, Value, Visit
+from thinwire.store import ReferenceStore
+from thinwire.store.references import PARTS
 
 _RAW = codec("raw")
 #: A frame that says why its sender gave up must fit into every posted receive.
@@ -44,6 +46,8 @@ class Names:
 
 class _Link(ABC):
     """What the two ends of one directed link have in common."""
+
+    role: ClassVar[str]
 
     def __init__(
         self,
@@ -65,6 +69,29 @@ class _Link(ABC):
         self._visits: dict[tuple[int, int, tuple[int, ...]], Visit] = {}
         self._most: dict[tuple[Any, ...], int] = {}
         self.what = "activation" if place.direction == Direction.FORWARD else "gradient"
+
+    @functools.cached_property
+    def stores(self) -> dict[int, ReferenceStore]:
+        """What is remembered of samples, by boundary tensor."""
+        found = {index: state.store for index, state in self.states.items()}
+        return {index: store for index, store in found.items() if store is not None}
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of all references of a sample at the declared maximum."""
+        sizes = {b.index: math.prod(b.shape[1:]) for b in self.boundaries}
+        return sum(store.keeping.nbytes(sizes[index]) for index, store in self.stores.items())
+
+    def keys_of_parts(self, parts: Iterable[int]) -> list[int]:
+        """The samples that belong to these parts of the stores' digests."""
+        unlike = set(parts)
+        keys = {key for store in self.stores.values() for key in store.lengths}
+        return [key for key in sorted(keys) if key % PARTS in unlike]
+
+    def repair(self, keys: Sequence[int]) -> None:
+        """Forget ``keys``, as the other end does: their next visit repairs them."""
+        for index in self.stores:
+            self.states[index].repair(keys)
 
     def place_of(self, microbatch: int) -> Place:
         p = self.place
@@ -196,6 +223,8 @@ class _Draft:
 
 class LinkSender(_Link):
     """The sending end of one directed link."""
+
+    role = "sender"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -368,6 +397,8 @@ class LinkSender(_Link):
 
 class LinkReceiver(_Link):
     """The receiving end of one directed link."""
+
+    role = "receiver"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -104,14 +104,6 @@ def test_the_digest_tells_stores_apart_by(change):
     assert sum(x != y for x, y in zip(a.digests(), b.digests(), strict=True)) == 1
 
 
-def test_only_the_keys_of_unlike_parts_are_dropped():
-    a, b = filled(), filled()
-    b.touch([5])
-    unlike = [k for k, (x, y) in enumerate(zip(a.digests(), b.digests(), strict=True)) if x != y]
-    assert a.drop_parts(unlike) == b.drop_parts(unlike) == [5]
-    assert a.digest() == b.digest()
-
-
 def test_what_is_held_of_some_keys_has_a_hash_that_tells_versions_and_lengths():
     a, b = filled(), filled()
     assert a.standing([5, 4]) == b.standing([5, 4])

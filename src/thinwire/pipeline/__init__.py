@@ -9,6 +9,7 @@ from thinwire.pipeline.engine import (
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.pipeline import EvalResult, Pipeline, StepResult
 from thinwire.pipeline.plan import OFF, Plan
+from thinwire.pipeline.remembered import Storage
 from thinwire.pipeline.stage import PipelineStage
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PipelineStage",
     "Plan",
     "StepResult",
+    "Storage",
     "TokenLoss",
     "build_schedule",
     "check_microbatches",

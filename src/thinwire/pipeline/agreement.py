@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from thinwire.boundary import Boundary, MicroBatch, StepPlan
@@ -43,6 +45,7 @@ def input_error(
     sample_ids: Any,
     lengths: Any,
     fixed: bool,
+    next_ids: Any = None,
 ) -> str | None:
     """What is wrong with the inputs of the first stage, in one line; None if nothing is.
 
@@ -74,7 +77,37 @@ def input_error(
             )
         if x.dtype.is_floating_point != boundary.dtype.is_floating_point:
             return f"input {boundary.index} is {x.dtype}; {boundary.dtype} was declared"
-    return _per_row_error("sample_ids", sample_ids, rows) or _lengths_error(lengths, sizes)
+    wrong = _ids_error("sample_ids", sample_ids, rows)
+    wrong = wrong or _ids_error("next_sample_ids", next_ids, None)
+    if wrong is None and next_ids is not None and len(next_ids) > max_rows * n_microbatches:
+        wrong = f"{len(next_ids)} next_sample_ids; a step has at most {max_rows * n_microbatches}"
+    return wrong or _lengths_error(lengths, sizes)
+
+
+def _ids_error(what: str, ids: Any, rows: int | None) -> str | None:
+    """What is wrong with ids of ``rows`` rows (None: of any number)."""
+    if ids is None:
+        return None
+    many = "rows" if rows is None else rows
+    wanted = f"{what} must be int64 of shape ({many},), or ({many}, 2) with a seed beside each id"
+    if not isinstance(ids, Tensor) or ids.is_meta:
+        return f"{wanted}, not {_kind_of(ids)}"
+    shaped = ids.dim() == 1 or (ids.dim() == 2 and ids.shape[1] == 2)
+    if str(ids.dtype) != "torch.int64" or not shaped or rows not in (None, ids.shape[0]):
+        return f"{wanted}, not {ids.dtype} of shape {tuple(ids.shape)}"
+    return None
+
+
+def keys_of(ids: Tensor) -> list[int]:
+    """The key of each id, [rows] int64, or of each pair of an id and a seed, [rows, 2].
+
+    A pair's key is a 64-bit hash of both, as a signed number.
+    """
+    if ids.dim() == 1:
+        found: list[int] = ids.tolist()
+        return found
+    hashes = [xxhash.xxh3_64_intdigest(struct.pack("<2q", *pair)) for pair in ids.tolist()]
+    return [h - (1 << 64) * (h >> 63) for h in hashes]
 
 
 def _per_row_error(what: str, values: Any, rows: int) -> str | None:
@@ -112,6 +145,7 @@ def header(
     sample_ids: Tensor | None,
     lengths: Tensor | None,
     error: str | None,
+    next_ids: Tensor | None = None,
 ) -> dict[str, Any]:
     """What the first stage's rank tells the others of a step, as JSON values."""
     if error is not None:
@@ -123,7 +157,8 @@ def header(
         "codec": codec,
         "rows": shape[0] if shape else 0,
         "seq_len": shape[1] if len(shape) > 1 else None,
-        "ids": None if sample_ids is None else sample_ids.tolist(),
+        "ids": None if sample_ids is None else keys_of(sample_ids),
+        "next": None if next_ids is None else keys_of(next_ids),
         "lengths": None if lengths is None else lengths.tolist(),
     }
 
@@ -137,6 +172,7 @@ def step_plan(header: dict[str, Any], step: int, n_microbatches: int, seed: int)
         header["seq_len"],
         header["codec"],
         seed,
+        None if header["next"] is None else tuple(header["next"]),
     )
 
 

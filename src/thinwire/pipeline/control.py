@@ -45,9 +45,9 @@ class Control:
         """All ranks but this one."""
         return [r for r in range(len(self.addresses)) if r != self.rank]
 
-    def allow_header(self, rows: int) -> None:
-        """Make room for the header of a step of ``rows`` rows: their ids and lengths as digits."""
-        self._max[_HEADER] = _SMALL + 64 * rows
+    def allow_rows(self, rows: int) -> None:
+        """Make room for what is told of a step's rows: ids, lengths and versions as digits."""
+        self._max[_HEADER] = self._max[_RESULT] = _SMALL + 96 * rows
 
     # What the ranks tell each other.
 

@@ -34,6 +34,7 @@ from thinwire.pipeline.agreement import (
     check_numbers,
     header,
     input_error,
+    keys_of,
     origin_of,
     reason_of,
     step_plan,
@@ -42,6 +43,7 @@ from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ran
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.plan import Plan
+from thinwire.pipeline.remembered import Remembered, Storage
 from thinwire.pipeline.stage import PipelineStage
 
 _DRAIN_SECONDS = 1.0
@@ -81,6 +83,7 @@ class Pipeline:
     window: receives that are posted ahead on each link. deadline: seconds that a message may take,
     ``first_deadline`` in the first step. tied: parameters that several stages share, by name; their
     gradients are summed over all owners, so equal copies stay equal. seed: of stochastic rounding.
+    references: where this rank keeps what its links remember of samples; None: in RAM.
 
     Creating one is collective: ranks check that the stages fit together. Raises ValueError if not.
     """
@@ -98,6 +101,7 @@ class Pipeline:
         first_deadline: float = 300.0,
         tied: Mapping[str, nn.Parameter] | None = None,
         seed: int = 0,
+        references: Storage | None = None,
     ) -> None:
         self.schedule, self.stages = schedule, list(stages)
         self.plan = plan or Plan()
@@ -131,7 +135,8 @@ class Pipeline:
         )
         self._control.deadline = first_deadline
         self._setup = self._compare(name, tied or {})
-        self._control.allow_header(self._setup.max_rows * self.n_microbatches)
+        rows = self._setup.max_rows * self.n_microbatches
+        self._control.allow_rows(rows)
         schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
         self._needs_keys = any(s.needs_keys for pair in schemes if pair for s in pair)
         # torch's own operations, where an edge is off, take one shape only
@@ -144,6 +149,18 @@ class Pipeline:
         self._ends = connector.connect(self.stages)
         for end in self._ends:
             end.incoming.deadline = first_deadline
+        self._remembered = Remembered(self._ends, references or Storage(), rows)
+        if self._needs_keys:
+            self._share_capacity()
+
+    def _share_capacity(self) -> None:
+        """Agree with all ranks on how much each link may remember."""
+        with self._failing_together():
+            found = self._control.gather_setup(self._remembered.shares())
+        for rank, shares in enumerate(found):
+            if isinstance(shares, str):
+                raise ValueError(f"rank {rank}: {shares}")
+        self._remembered.settle_capacity(found)
 
     def _compare(self, schedule: str, tied: Mapping[str, nn.Parameter]) -> Setup:
         """Agree with all ranks on what each was given, or tell them that this one failed."""
@@ -177,15 +194,19 @@ class Pipeline:
         inputs: [rows, …] tensors, needed where the first stage is. target: needed where the last
         is. sample_ids [rows] int64 name the rows to schemes that remember them; lengths [rows]
         int64 are their valid positions (default: all). Both are needed where the first stage is;
-        ranks that pass them too have them compared. next_sample_ids lets a store prefetch; the
-        RAM store needs none.
+        ranks that pass them too have them compared. Of samples that are augmented, sample_ids
+        [rows, 2] have the augmentation's seed beside each id. next_sample_ids, those of the step
+        that follows, let both ends agree on them one step ahead and read from disk what they will
+        need; without them a step begins with a round trip more.
 
         Raises ValueError on all ranks, with nothing sent, if the inputs do not fit; NonFiniteError
         if an activation or the gradient is not finite (no parameter has been changed);
         LinkError (PeerAborted with the origin's reason) if another stage failed.
         """
-        plan = self._agree(True, True, inputs, target, sample_ids, lengths)
+        plan = self._agree(True, True, inputs, target, sample_ids, lengths, next_sample_ids)
         with self._failing_together():
+            if self._needs_keys:
+                self._remembered.acquire(plan, self._control.gather_result)
             # what earlier steps have accumulated is summed over the owners already
             earlier = [tie.parameter.grad for tie in self._setup.ties]
             for tie in self._setup.ties:
@@ -193,7 +214,7 @@ class Pipeline:
             losses = self._run(plan, inputs, target)
             for tie, before in zip(self._setup.ties, earlier, strict=True):
                 self._sum_tied(tie, before)
-            return self._finish(self._total(losses), self._tokens(target))
+            return self._finish(plan, self._total(losses), self._tokens(target))
 
     def eval(
         self,
@@ -237,6 +258,8 @@ class Pipeline:
         for end in self._ends:
             forward = end.incoming.place.direction == Direction.FORWARD
             end.begin_step(plan, receives=plan.train or forward, sends=plan.train or not forward)
+        if plan.train and self._needs_keys:
+            self._remembered.fetch(plan)
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {"return_outputs": False}
         if self._last is not None:
@@ -253,12 +276,16 @@ class Pipeline:
             total = part.clone() if total is None else total + part
         parameter.grad = total if earlier is None or total is None else earlier + total
 
-    def _finish(self, loss: float, tokens: int) -> StepResult:
+    def _finish(self, plan: StepPlan, loss: float, tokens: int) -> StepResult:
         """Exchange losses and norms, clip, and check that the gradient is finite."""
         flagged = [(e.outgoing.place.edge, e.outgoing.flagged) for e in self._ends]
         # a bad gradient spoils all stages before the one that it came from: the last edge tells
         worst = max((f for f in flagged if f[1]), default=(-1, ""))
-        found = self._control.gather_result([loss, tokens, self._square_norm(), worst])
+        held = self._remembered.report(plan) if self._needs_keys else None
+        found = self._control.gather_result([loss, tokens, self._square_norm(), worst, held])
+        if self._needs_keys:
+            reports = [f[4] for f in found]
+            self._remembered.conclude(plan, reports, self._control.gather_result)
         self._settle()
         loss = math.fsum(f[0] for f in found)
         norm = math.sqrt(sum(f[2] for f in found)) if all(f[2] >= 0 for f in found) else math.nan
@@ -308,13 +335,14 @@ class Pipeline:
         target: Tensor | None,
         sample_ids: Tensor | None,
         lengths: Tensor | None,
+        next_ids: Tensor | None = None,
     ) -> StepPlan:
         """The step's plan, the same on all ranks, or the same ValueError."""
         if self._failed is not None:
             raise LinkError(f"this pipeline has given up: {self._failed}")
         announced = None
         if self._first is not None:
-            announced = self._announcement(train, codec, inputs, sample_ids, lengths)
+            announced = self._announcement(train, codec, inputs, sample_ids, lengths, next_ids)
         with self._failing_together():
             announced = self._control.broadcast_header(announced, root=self._root)
         self._step += 1
@@ -341,18 +369,24 @@ class Pipeline:
         return plan
 
     def _announcement(
-        self, train: bool, codec: bool, inputs: Sequence[Any], sample_ids: Any, lengths: Any
+        self,
+        train: bool,
+        codec: bool,
+        inputs: Sequence[Any],
+        sample_ids: Any,
+        lengths: Any,
+        next_ids: Any,
     ) -> dict[str, Any]:
         """The step's header, or what is wrong with the first stage's inputs."""
         assert self._first is not None
         rows, parts = self._setup.max_rows, self.n_microbatches
         try:
             error = input_error(
-                self._first.inputs, rows, parts, inputs, sample_ids, lengths, self._fixed
+                self._first.inputs, rows, parts, inputs, sample_ids, lengths, self._fixed, next_ids
             )
             if error is None and train and sample_ids is None and self._needs_keys:
                 error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
-            return header(train, codec, inputs, sample_ids, lengths, error)
+            return header(train, codec, inputs, sample_ids, lengths, error, next_ids)
         except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
             return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
 
@@ -371,7 +405,7 @@ class Pipeline:
             )
         if sample_ids is not None and not isinstance(sample_ids, Tensor):
             return f"rank {self.rank} was given sample_ids that are no tensor"
-        if sample_ids is not None and header["ids"] not in (None, sample_ids.tolist()):
+        if sample_ids is not None and header["ids"] not in (None, keys_of(sample_ids)):
             return f"rank {self.rank} was given other sample_ids than the first stage's rank"
         if lengths is not None and header["lengths"] != lengths.tolist():
             return f"rank {self.rank} was given other lengths than the first stage's rank"
@@ -443,4 +477,5 @@ class Pipeline:
     def close(self) -> None:
         """Release the transport; the pipeline is unusable afterwards."""
         self._failed = self._failed or "it was closed"
+        self._remembered.close()
         self.transport.close()

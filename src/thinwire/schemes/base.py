@@ -118,6 +118,9 @@ class End(ABC):  # noqa: B024  its two roles are abstract
         """The short way of a micro-batch of the step, on the CPU; None where it has none."""
         return None
 
+    def repair(self, keys: Sequence[int]) -> None:  # noqa: B027  as above
+        """The two ends do not hold the same of ``keys``: forget them; their next visit says so."""
+
     def digest(self) -> int:
         """A hash of the shared state, equal to the other end's."""
         return 0

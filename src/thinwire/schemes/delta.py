@@ -128,7 +128,6 @@ class _DeltaEnd:
         self._visits = tuple(visits)
 
     def repair(self, keys: Sequence[int]) -> None:
-        """The other end does not hold what this one does of ``keys``: both forget them."""
         self.store.drop(keys)
         self._repaired.update(keys)
 

@@ -182,13 +182,6 @@ class ReferenceStore:
             parts[key % PARTS] += _entry(key, held.version, held.values, held.content_hash)
         return [part & _MASK for part in parts]
 
-    def drop_parts(self, parts: Iterable[int]) -> list[int]:
-        """Forget the keys of these parts; returns them."""
-        unlike = set(parts)
-        keys = [key for key in self._held if key % PARTS in unlike]
-        self.drop(keys)
-        return keys
-
     @property
     def everyone(self) -> list[Held]:
         """All that is held."""

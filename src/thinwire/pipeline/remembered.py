@@ -1,0 +1,280 @@
+"""That both ends of each link remember the same of each sample, and how much they may.
+
+Every frame names the versions that it is coded against, so a difference never goes unnoticed; but
+a receiver that notices it in the middle of a step cannot go on. So the ends compare one step ahead:
+what they hold of the next step's samples is in the message with which each rank ends a step, as a
+hash. Where two ends differ they tell each other the versions, and forget the samples that differ,
+whose next visit is a first one. From time to time whole digests are compared in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.boundary import StepPlan
+from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
+from thinwire.store import Background, ReferenceStore, SlotFiles, Tier
+from thinwire.store.tier import STEPS_IN_RAM
+
+_LOG = logging.getLogger(__name__)
+#: Training steps between two comparisons of all that both ends hold.
+COMPARE_EVERY = 100
+
+Gather = Callable[[Any], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Where a rank keeps the references of its links, and how many bytes of them.
+
+    ``ram``: bytes in RAM, None without bound. ``folder``: a folder of this rank alone for those
+    that do not fit, and for checkpoints; None: RAM alone. ``disk``: bytes there, None without
+    bound. ``copies``: slots that a reference may take on disk; a checkpoint keeps the old ones.
+
+    A link holds as much as the end that has less room can.
+    """
+
+    ram: int | None = None
+    folder: Path | None = None
+    disk: int | None = None
+    copies: int = 1
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of references that it can hold, None without bound."""
+        if self.folder is None:
+            return self.ram
+        if self.disk is None:
+            return None
+        return self.disk // self.copies
+
+
+class Remembered:
+    """The references of a rank's links."""
+
+    def __init__(self, ends: Sequence[EdgeEnd], storage: Storage, rows: int) -> None:
+        links = [link for end in ends for link in (end.outgoing, end.incoming)]
+        self._links: dict[str, LinkSender | LinkReceiver] = {}
+        self._receiving: dict[str, LinkReceiver] = {}
+        for link in links:
+            if link.stores:
+                name = f"{link.place.edge} {link.place.direction.name.lower()}"
+                if name in self._links and isinstance(link, LinkReceiver):
+                    self._receiving[name] = link  # both ends are in this process
+                else:
+                    self._links[name] = link
+        self.storage = storage
+        self.background = Background()
+        self._rows = rows
+        self._agreed: tuple[int, ...] | None = None
+        self._steps = 0
+        #: References that were dropped since the two ends differed, at this rank's ends.
+        self.repairs = 0
+
+    @property
+    def ends(self) -> list[tuple[str, LinkSender | LinkReceiver]]:
+        """(name, end) of each end of a link that remembers samples; both, where both are here."""
+        return [*self._links.items(), *self._receiving.items()]
+
+    @property
+    def stores(self) -> list[tuple[str, ReferenceStore]]:
+        """(name, store) of each tensor of each end."""
+        return [
+            (f"edge {name} {index} {link.role}", store)
+            for name, link in self.ends
+            for index, store in link.stores.items()
+        ]
+
+    # Where and how much.
+
+    def shares(self) -> dict[str, int | None] | str:
+        """How many bytes each end of a link may hold, by its name, or what is wrong with that."""
+        total = sum(link.reference_bytes for _, link in self.ends)
+        found: dict[str, int | None] = {}
+        for name, link in self.ends:
+            row = link.reference_bytes
+            share = _part(self.storage.capacity, row, total)
+            ram = _part(self.storage.ram, row, total)
+            least = STEPS_IN_RAM * self._rows * row
+            if self.storage.folder is not None and ram is not None and ram < least:
+                needed = STEPS_IN_RAM * self._rows * total
+                return (
+                    f"{self.storage.ram:,} bytes of RAM for references are too few: those of "
+                    f"{STEPS_IN_RAM} steps take {needed:,} at this rank"
+                )
+            found[name] = share  # the same for both ends, where both are here
+        return found
+
+    def settle_capacity(self, shares: Iterable[dict[str, int | None]]) -> None:
+        """Each link holds what the end with less room can; all ranks' shares are given."""
+        least: dict[str, int] = {}
+        for share in shares:
+            for name, capacity in share.items():
+                if capacity is not None:
+                    least[name] = min(capacity, least.get(name, capacity))
+        for name, link in self.ends:
+            if name in least:
+                for store in link.stores.values():
+                    store.bound(least[name] // len(link.stores))
+        self._open()
+
+    def _open(self) -> None:
+        """Give the stores their place on disk."""
+        folder = self.storage.folder
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        total = sum(link.reference_bytes for _, link in self.ends)
+        for name, link in self.ends:
+            ram = _part(self.storage.ram, link.reference_bytes, total)
+            for index, store in link.stores.items():
+                file = f"{name.replace(' ', '-')}-{index}-{link.role}"
+                share = None if ram is None else ram // len(link.stores)
+                files = SlotFiles(folder, file)
+                store.tier = Tier(files, self.background, store.keeping, share, link.device)
+
+    # A step.
+
+    def acquire(self, plan: StepPlan, gather: Gather) -> None:
+        """Have what the step needs in RAM, and agree on it unless the last step did."""
+        keys = plan.keys
+        for _, store in self.stores:
+            store.acquire(keys, plan.next_keys or ())
+        if self._agreed != keys:
+            self._agree(keys, gather([self.standing(keys), None]), gather)
+        self._agreed = None
+
+    def fetch(self, plan: StepPlan) -> None:
+        """Begin to read what the next step will need."""
+        if plan.next_keys:
+            for _, store in self.stores:
+                store.fetch(plan.next_keys)
+
+    def standing(self, keys: tuple[int, ...] | None) -> dict[str, list[str]]:
+        """What the ends hold of ``keys``, by link: a hash for each of them that is here."""
+        found: dict[str, list[str]] = {}
+        if keys is None:
+            return found
+        for _, store in self.stores:
+            store.settle()
+        for name, link in self.ends:
+            hashes = [f"{store.standing(keys):x}" for store in link.stores.values()]
+            found.setdefault(name, []).append(".".join(hashes))
+        return found
+
+    def report(self, plan: StepPlan) -> list[Any]:
+        """What this rank says at the end of a step: of the next one's samples, and now and then of
+        everything."""
+        self._steps += 1
+        whole = self._digests() if self._steps % COMPARE_EVERY == 0 else None
+        return [self.standing(plan.next_keys), whole]
+
+    def _digests(self) -> dict[str, list[str]]:
+        """Digests of everything, by link, for each end that is here."""
+        whole: dict[str, list[str]] = {}
+        for name, link in self.ends:
+            digests = [f"{store.digest():x}" for store in link.stores.values()]
+            whole.setdefault(name, []).append(".".join(digests))
+        return whole
+
+    def conclude(self, plan: StepPlan, reports: list[list[Any]], gather: Gather) -> None:
+        """All ranks' reports are there: repair what differs."""
+        unlike = _unlike([whole for _, whole in reports if whole])
+        if unlike:
+            self._repair_parts(unlike, gather)
+            reports = gather([self.standing(plan.next_keys), None])
+        self._agree(plan.next_keys, reports, gather)
+
+    def compare(self, gather: Gather) -> bool:
+        """Compare everything that all ends hold, and drop what differs; whether all was equal."""
+        unlike = _unlike(gather(self._digests()))
+        if unlike:
+            self._repair_parts(unlike, gather)
+        self._agreed = None
+        return not unlike
+
+    def _agree(
+        self, keys: tuple[int, ...] | None, reports: list[list[Any]], gather: Gather
+    ) -> None:
+        unlike = _unlike([standing for standing, _ in reports])
+        if unlike and keys is not None:
+            self._repair_keys(keys, unlike, gather)
+        self._agreed = keys
+
+    def _repair_keys(self, keys: tuple[int, ...], unlike: set[str], gather: Gather) -> None:
+        """Forget those of ``keys`` that the two ends of a link hold otherwise."""
+        mine: dict[str, list[Any]] = {}
+        for name, link in self.ends:
+            if name in unlike:
+                held = [
+                    [[store.versions([k])[0], store.lengths.get(k, -1)] for k in keys]
+                    for store in link.stores.values()
+                ]
+                mine.setdefault(name, []).append(held)
+        told = _by_name(gather(mine))
+        for name, link in self.ends:
+            if name in unlike:
+                one, other = told[name]
+                wrong = [
+                    key
+                    for k, key in enumerate(keys)
+                    if [held[k] for held in one] != [held[k] for held in other]
+                ]
+                self._repair(name, link, wrong)
+
+    def _repair_parts(self, unlike: set[str], gather: Gather) -> None:
+        """Forget the keys of those parts of a link's digests that differ."""
+        mine: dict[str, list[Any]] = {}
+        for name, link in self.ends:
+            if name in unlike:
+                parts = [store.digests() for store in link.stores.values()]
+                mine.setdefault(name, []).append([[f"{p:x}" for p in d] for d in parts])
+        told = _by_name(gather(mine))
+        for name, link in self.ends:
+            if name in unlike:
+                one, other = told[name]
+                wrong = {
+                    part
+                    for digests, others in zip(one, other, strict=True)
+                    for part, (a, b) in enumerate(zip(digests, others, strict=True))
+                    if a != b
+                }
+                self._repair(name, link, link.keys_of_parts(wrong))
+
+    def _repair(self, name: str, link: LinkSender | LinkReceiver, keys: Sequence[int]) -> None:
+        link.repair(keys)
+        self.repairs += len(keys)
+        if isinstance(link, LinkSender):
+            _LOG.warning(
+                "link %s: the two ends did not hold the same of %d samples; they are sent anew",
+                name,
+                len(keys),
+            )
+
+    def close(self) -> None:
+        self.background.close()
+        for _, store in self.stores:
+            if store.tier is not None:
+                store.tier.files.close()
+
+
+def _part(total: int | None, weight: int, of: int) -> int | None:
+    return None if total is None else total * weight // max(of, 1)
+
+
+def _by_name(found: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """What both ends of each link said."""
+    together: dict[str, list[Any]] = {}
+    for said in found:
+        for name, values in said.items():
+            together.setdefault(name, []).extend(values)
+    return together
+
+
+def _unlike(found: Iterable[dict[str, list[str]]]) -> set[str]:
+    """The links whose two ends said different things."""
+    return {name for name, values in _by_name(found).items() if len(set(values)) > 1}
