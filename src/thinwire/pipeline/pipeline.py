@@ -149,7 +149,7 @@ class Pipeline:
         self._ends = connector.connect(self.stages)
         for end in self._ends:
             end.incoming.deadline = first_deadline
-        self._remembered = Remembered(self._ends, references or Storage(), rows)
+        self._remembered = Remembered(self._ends, references or Storage(), rows, self.timers)
         if self._needs_keys:
             self._share_capacity()
 

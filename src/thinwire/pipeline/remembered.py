@@ -9,13 +9,17 @@ whose next visit is a first one. From time to time whole digests are compared in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.boundary import StepPlan
+from thinwire.counters import Timers
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
 from thinwire.store import Background, ReferenceStore, SlotFiles, Tier
 from thinwire.store.tier import STEPS_IN_RAM
@@ -56,7 +60,9 @@ class Storage:
 class Remembered:
     """The references of a rank's links."""
 
-    def __init__(self, ends: Sequence[EdgeEnd], storage: Storage, rows: int) -> None:
+    def __init__(
+        self, ends: Sequence[EdgeEnd], storage: Storage, rows: int, timers: Timers
+    ) -> None:
         links = [link for end in ends for link in (end.outgoing, end.incoming)]
         self._links: dict[str, LinkSender | LinkReceiver] = {}
         self._receiving: dict[str, LinkReceiver] = {}
@@ -69,18 +75,18 @@ class Remembered:
                     self._links[name] = link
         self.storage = storage
         self.background = Background()
-        self._rows = rows
+        self._rows, self._timers = rows, timers
         self._agreed: tuple[int, ...] | None = None
         self._steps = 0
         #: References that were dropped since the two ends differed, at this rank's ends.
         self.repairs = 0
 
-    @property
+    @functools.cached_property
     def ends(self) -> list[tuple[str, LinkSender | LinkReceiver]]:
         """(name, end) of each end of a link that remembers samples; both, where both are here."""
         return [*self._links.items(), *self._receiving.items()]
 
-    @property
+    @functools.cached_property
     def stores(self) -> list[tuple[str, ReferenceStore]]:
         """(name, store) of each tensor of each end."""
         return [
@@ -142,8 +148,9 @@ class Remembered:
     def acquire(self, plan: StepPlan, gather: Gather) -> None:
         """Have what the step needs in RAM, and agree on it unless the last step did."""
         keys = plan.keys
-        for _, store in self.stores:
-            store.acquire(keys, plan.next_keys or ())
+        with self._timed():
+            for _, store in self.stores:
+                store.acquire(keys, plan.next_keys or ())
         if self._agreed != keys:
             self._agree(keys, gather([self.standing(keys), None]), gather)
         self._agreed = None
@@ -151,8 +158,9 @@ class Remembered:
     def fetch(self, plan: StepPlan) -> None:
         """Begin to read what the next step will need."""
         if plan.next_keys:
-            for _, store in self.stores:
-                store.fetch(plan.next_keys)
+            with self._timed():
+                for _, store in self.stores:
+                    store.fetch(plan.next_keys)
 
     def standing(self, keys: tuple[int, ...] | None) -> dict[str, list[str]]:
         """What the ends hold of ``keys``, by link: a hash for each of them that is here."""
@@ -170,8 +178,16 @@ class Remembered:
         """What this rank says at the end of a step: of the next one's samples, and now and then of
         everything."""
         self._steps += 1
-        whole = self._digests() if self._steps % COMPARE_EVERY == 0 else None
-        return [self.standing(plan.next_keys), whole]
+        with self._timed():
+            whole = self._digests() if self._steps % COMPARE_EVERY == 0 else None
+            return [self.standing(plan.next_keys), whole]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the CPU time inside as a part of compression."""
+        start = time.thread_time()
+        yield
+        self._timers.encode_s += time.thread_time() - start
 
     def _digests(self) -> dict[str, list[str]]:
         """Digests of everything, by link, for each end that is here."""
