@@ -5,7 +5,7 @@ from copy import deepcopy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.store import Visit, plan_step
+from thinwire.store import Members, Visit, plan_step
 
 FIRST, AGAIN, REPEAT = Visit.FIRST, Visit.AGAIN, Visit.REPEAT
 
@@ -62,3 +62,70 @@ def test_a_second_occurrence_is_a_repeat_within_and_across_micro_batches():
         [FIRST],
         [REPEAT, REPEAT],
     ]
+
+
+# A bounded store.
+
+UNKEPT = Visit.UNKEPT
+
+
+def one_by_one(keys: list[int], capacity: int, size: int = 1) -> tuple[list[Visit], set[int]]:
+    """Visits of ``keys``, one a step, and who is a member at the end."""
+    members, lengths, found = Members(capacity, lambda n: n), {}, []
+    for key in keys:
+        step = [([key], [size])]
+        plan = plan_step(lengths, step, members)
+        for gone in plan.evicted:
+            lengths.pop(gone, None)
+        members.advance(step, plan)
+        if plan.visits[0][0] == FIRST:
+            lengths[key] = size
+        members.used = sum(lengths.values())
+        assert members.used <= capacity
+        found += plan.visits[0]
+    return found, set(lengths)
+
+
+@given(held, steps, st.integers(0, 12))
+def test_a_bounded_plan_leaves_its_arguments_alone_too(lengths, microbatches, capacity):
+    members = Members(capacity, lambda n: n + 1)
+    members.used = sum(n + 1 for n in lengths.values())
+    members.last = dict.fromkeys(lengths, 0)
+    members.now = 1000
+    before = deepcopy((lengths, microbatches, vars(members)))
+    first = plan_step(lengths, microbatches, members)
+    assert plan_step(lengths, microbatches, members) == first
+    assert (lengths, microbatches, vars(members)) == before
+    assert not {k for keys, _ in microbatches for k in keys} & set(first.evicted)
+
+
+def test_members_stay_while_all_samples_come_again_and_again():
+    visits, members = one_by_one([0, 1, 2, 3] * 5, capacity=2)
+    assert visits == [FIRST, FIRST, UNKEPT, UNKEPT] + [AGAIN, AGAIN, UNKEPT, UNKEPT] * 4
+    assert members == {0, 1}
+
+
+def test_members_that_do_not_come_any_more_make_room():
+    old, new = [0, 1, 2, 3] * 3, [10, 11, 12, 13] * 6
+    visits, members = one_by_one(old + new, capacity=2)
+    assert members < {10, 11, 12, 13}
+    assert len(members) == 2
+    assert visits.count(AGAIN) > 4
+
+
+def test_members_that_never_came_again_make_room_in_the_end():
+    _, members = one_by_one(list(range(200)), capacity=4)
+    assert max(members) > 4
+    assert len(members) == 4
+
+
+def test_a_sample_larger_than_the_store_is_never_kept():
+    assert one_by_one([1, 1, 1], capacity=4, size=5) == ([UNKEPT] * 3, set())
+
+
+def test_a_member_of_another_length_that_no_longer_fits_stays_as_it_was():
+    members = Members(4, lambda n: n)
+    members.used, members.last = 4, {1: 0, 2: 0}
+    plan = plan_step({1: 2, 2: 2}, [([1], [3])], members)
+    assert plan.visits == [[UNKEPT]]
+    assert plan.evicted == []

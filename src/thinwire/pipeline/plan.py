@@ -9,6 +9,17 @@ from thinwire.errors import SpecError
 from thinwire.schemes import Scheme, scheme
 
 OFF = "off"
+#: Epochs from which remembering samples pays: before, most of their visits are first ones.
+_DELTA_FROM = 3
+
+
+def default_forward(epochs: float) -> str:
+    """The scheme of the activations for a run of so many epochs.
+
+    Below three the traffic is mostly first visits, which ``delta`` sends in 8 bits: ``tile`` sends
+    every visit in 4, and remembers nothing.
+    """
+    return "delta(int4)" if epochs >= _DELTA_FROM else "tile"
 
 
 @dataclasses.dataclass(frozen=True)
