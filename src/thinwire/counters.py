@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from thinwire.frame import Kind, Section
@@ -38,6 +39,14 @@ class Tally:
         self.payload_bytes += payload
         self.header_bytes += total - payload
         self.values += values
+
+    def add_all(self, other: Mapping[str, int]) -> None:
+        """Count what another tally, as a dictionary of its fields, has counted."""
+        for name, value in other.items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+_SUMS = ("training", "steady", "evaluation")  # fields of LinkCounters
 
 
 @dataclasses.dataclass
@@ -76,6 +85,23 @@ class LinkCounters:
     def _whole(self, first: bool) -> tuple[Tally, ...]:
         """The sums over messages of training to which one belongs."""
         return (self.training,) if first else (self.training, self.steady)
+
+    def state(self) -> dict[str, Any]:
+        """Everything counted, as JSON values that ``add`` takes."""
+        return {
+            "edge": self.edge,
+            "direction": self.direction,
+            "codec": self.codec,
+            **{name: dataclasses.asdict(getattr(self, name)) for name in _SUMS},
+            "kinds": {kind.name.lower(): dataclasses.asdict(self.kinds[kind]) for kind in Kind},
+        }
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Count what ``state`` says that was counted before."""
+        for name in _SUMS:
+            getattr(self, name).add_all(state[name])
+        for kind in Kind:
+            self.kinds[kind].add_all(state["kinds"].get(kind.name.lower(), {}))
 
     def report(self) -> dict[str, Any]:
         """Plain numbers for a summary; see docs/train.md."""

@@ -36,6 +36,7 @@ SUMMARY_KEYS = {
     "threads",
     "versions",
     "config",
+    "checkpoints",
 }
 LINK_KEYS = {
     "edge",
@@ -74,6 +75,9 @@ def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
         "config.toml",
         "metrics.jsonl",
+        "rank-0",
+        "rank-1",
+        "run.json",
         "summary.json",
     ]
     summary = summary_of(tmp_path / "run")
@@ -87,6 +91,10 @@ def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
         assert link["messages"] == 4 * 8
         assert 0 < link["payload_bytes"] < link["raw_bytes"] / 3
     records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
+    saved = records.pop()
+    assert saved["step"] == 4
+    assert saved["checkpoint"] == {n: summary["checkpoints"][n] for n in ("bytes", "seconds")}
+    assert summary["checkpoints"]["count"] == 1
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "timers_ms"} <= records[0].keys()
     assert records[-1]["links"]
@@ -221,23 +229,23 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     wait_until_gone(workers, 1)
 
 
-def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "by"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, " by SIGTERM")]
+)
+def test_a_signal_stops_a_run_that_can_be_resumed(
+    number: signal.Signals, code: int, by: str, tmp_path: Path
+) -> None:
     process = start_long_run(tmp_path)
     workers = workers_of(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    wait_until_gone(workers, 1)
-
-
-def test_sigterm_is_one_line_and_ends_all_workers(tmp_path: Path) -> None:
-    process = start_long_run(tmp_path)
-    workers = workers_of(process.pid)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 143
-    assert errors == "thinwire: stopped by SIGTERM\n"
+    assert process.returncode == code
+    told, last = errors.splitlines()
+    assert told.startswith("thinwire: stopping after this step")
+    saved = [folder.name for folder in (tmp_path / "run" / "rank-1").iterdir()]
+    (step,) = (int(name.removeprefix("step-")) for name in saved)
+    command = "thinwire train --resume run"
+    assert last == f"thinwire: stopped{by} at step {step} of 100000; go on with: {command}"
     wait_until_gone(workers, 1)
 
 

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from thinwire.errors import LinkError, NonFiniteError
 from thinwire.frame import Direction
 from thinwire.network import GlooTransport, Transport, TransportError
 from thinwire.pipeline import engine
+from thinwire.pipeline import state as link_state
 from thinwire.pipeline.agreement import (
     check_deadline,
     check_numbers,
@@ -51,11 +53,15 @@ _DRAIN_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step: loss, valid tokens (0 without TokenLoss), global norm."""
+    """What every rank knows after a step: loss, valid tokens (0 without TokenLoss), global norm.
+
+    ``stop``: some rank was asked to stop (``Pipeline.ask_to_stop``) before this step ended.
+    """
 
     loss: float
     tokens: int
     grad_norm: float
+    stop: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Pipeline:
         self._last = next((s for s in self.stages if s.is_last), None)
         self._loss = engine.loss_of(schedule)
         self._failed: str | None = None
+        self._asked_to_stop = False
         self._step = 0
         self._mode: bool | None = None  # training, evaluation, or nothing yet
         self._control = Control(
@@ -282,9 +289,10 @@ class Pipeline:
         # a bad gradient spoils all stages before the one that it came from: the last edge tells
         worst = max((f for f in flagged if f[1]), default=(-1, ""))
         held = self._remembered.report(plan) if self._needs_keys else None
-        found = self._control.gather_result([loss, tokens, self._square_norm(), worst, held])
+        told = [loss, tokens, self._square_norm(), worst, int(self._asked_to_stop), held]
+        found = self._control.gather_result(told)
         if self._needs_keys:
-            reports = [f[4] for f in found]
+            reports = [f[5] for f in found]
             self._remembered.conclude(plan, reports, self._control.gather_result)
         self._settle()
         loss = math.fsum(f[0] for f in found)
@@ -300,7 +308,7 @@ class Pipeline:
                 for parameter in self._parameters():
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
-        return StepResult(loss, sum(f[1] for f in found), norm)
+        return StepResult(loss, sum(f[1] for f in found), norm, any(f[4] for f in found))
 
     def _settle(self) -> None:
         """All ranks have received everything: free the sent buffers, and leave start-up behind."""
@@ -437,6 +445,44 @@ class Pipeline:
             if origin is not error:
                 raise origin from error
             raise
+
+    # Stopping, and going on.
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks see ``StepResult.stop`` after the same step; fit for a signal handler."""
+        self._asked_to_stop = True
+
+    def checkpoint(self, folder: Path, references: bool = True) -> dict[str, Any]:
+        """Write this rank's part of the links' references into ``folder``, between two steps.
+
+        Returns the rest of the state as JSON values, for ``restore``. Without ``references`` the
+        links begin with first visits after it.
+        """
+        return {
+            "step": self._step,
+            "counters": [counters.state() for counters in self.link_counters()],
+            "references": link_state.save_references(self._ends, folder) if references else [],
+        }
+
+    def restore(self, folder: Path, saved: Mapping[str, Any]) -> list[str]:
+        """Go on from what ``checkpoint`` wrote and returned on this rank (collective).
+
+        The ends of each link compare their references; where they differ, both drop them. Returns
+        a line for each reason why links begin without references, the same on all ranks.
+        """
+        self._step = saved["step"]
+        link_state.restore_counters(self.link_counters(), saved["counters"])
+        with self._failing_together():
+            without = link_state.load_references(self._ends, folder, saved["references"])
+            found = self._control.gather_setup([without, link_state.digests(self._ends)])
+            self.transport.flush(self.deadline)
+        differing = link_state.unlike([digests for _, digests in found])
+        link_state.drop_references(self._ends, differing)
+        reasons = {link: why for without, _ in found for link, why in without.items()}
+        return link_state.without_references(reasons, differing)
+
+    def release(self, folder: Path) -> None:
+        """Say that the checkpoint in ``folder`` is about to be deleted."""
 
     # What happened.
 

@@ -6,6 +6,7 @@ Those after ``thinwire bench`` are read by ``thinwire.bench.arguments``.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from thinwire.spec import nearest
 from thinwire.train import config as configuration
+from thinwire.train import launch, override
 from thinwire.train.config import Config, ConfigError, Setting
 
 _EXAMPLES = """examples:
@@ -20,6 +22,7 @@ _EXAMPLES = """examples:
   thinwire train --quick                            the same in some seconds
   thinwire train --compare                          also uncompressed and in bf16
   thinwire train run.toml --forward 'delta(int2)' --link.rate 30mbit
+  thinwire train --resume runs/one                  go on with a run that was stopped or killed
   torchrun --nproc-per-node 2 -m thinwire train run.toml
 """
 _COMMANDS = {
@@ -57,9 +60,7 @@ def run(arguments: list[str]) -> int:
     if rest:
         raise ConfigError(f"unknown option '{rest[0]}'{nearest(rest[0], ('--help', '--version'))}")
     if options.command == "train":
-        from thinwire.train import launch
-
-        return launch.train(read_arguments(arguments[1:]))
+        return launch.train(*read_train(arguments[1:]))
     raise ConfigError(f"unknown command '{options.command}'{nearest(options.command, _COMMANDS)}")
 
 
@@ -72,17 +73,27 @@ def _version() -> str:
 
 def read_arguments(arguments: Sequence[str]) -> Config:
     """The configuration that ``thinwire train`` was given; raises ConfigError."""
+    return read_train(arguments)[0]
+
+
+def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
+    """What ``thinwire train`` was given: its configuration, and the folder of a run to resume."""
     known = {entry.name: entry for entry in configuration.settings()}
     parser = _train_parser(known)
     options, unknown = parser.parse_known_args(_joined(arguments, known))
     if unknown:
         raise ConfigError(_unknown(unknown[0], known))
     given = vars(options)
-    path = given.pop("config", None)
-    values = configuration.read_toml(Path(path)) if path else {}
-    for name, text in given.items():
-        values[name] = configuration.from_text(known[name], text)
-    return configuration.build(values)
+    path, run = given.pop("config", None), given.pop("resume", None)
+    values = {name: configuration.from_text(known[name], text) for name, text in given.items()}
+    if run is None:
+        read = configuration.read_toml(Path(path)) if path else {}
+        return configuration.build(read | values), None
+    if path is not None:
+        raise ConfigError(f"--resume {run} has its own settings; leave {path} out")
+    world_size = os.environ.get("WORLD_SIZE") if launch.under_torchrun() else None
+    config = override.resumed(Path(run), values, None if world_size is None else int(world_size))
+    return config, Path(run)
 
 
 def _train_parser(known: dict[str, Setting]) -> Parser:
@@ -95,6 +106,12 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", help="a TOML file of settings; options override it")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with the run in this folder, with its own settings; pipeline, link, plan, "
+        "processes and more epochs or steps may be given anew",
+    )
     short = {name: alias for alias, name in configuration.ALIASES.items()}
     groups = {"": parser.add_argument_group("run")}
     for name, entry in known.items():
@@ -131,9 +148,10 @@ def _joined(arguments: Sequence[str], known: dict[str, Setting]) -> list[str]:
     while rest:
         word = rest.pop(0)
         name = long_names.get(word[2:]) if word.startswith("--") else None
+        takes_word = name is not None or word == "--resume"
         if name is not None and known[name].kind is bool:
             word = f"{word}={rest.pop(0) if rest and _is_flag_value(rest[0]) else 'true'}"
-        elif name is not None and rest and not rest[0].startswith("--"):
+        elif takes_word and rest and not rest[0].startswith("--"):
             word = f"{word}={rest.pop(0)}"
         joined.append(word)
     return joined

@@ -40,9 +40,14 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     stages = pipeline.stages or (2 if in_memory and per_rank == 1 else nproc * per_rank)
     if stages % nproc == 0 and pipeline.stages_per_rank is None:
         per_rank = stages // nproc
+    parts = config.checkpoint.dir
     config = dataclasses.replace(
         config,
         nproc=nproc,
+        checkpoint=dataclasses.replace(
+            config.checkpoint,
+            dir=None if parts is None else str(Path(parts).absolute()),  # wherever it is resumed
+        ),
         pipeline=dataclasses.replace(pipeline, stages=stages, stages_per_rank=per_rank),
     )
     _check_pipeline(config)
@@ -114,6 +119,7 @@ def _check_paths(config: Config) -> None:
     for name, value, what in (
         ("data.path", config.data.path, "a text file or a folder"),
         ("out", config.out, "a new folder"),
+        ("checkpoint.dir", config.checkpoint.dir, "a folder"),
     ):
         if value == "":
             raise ConfigError(f"--{name} is empty; name {what}")

@@ -102,6 +102,16 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    every: int | None = setting(
+        None, "steps between two checkpoints; none: one when the run is stopped, one at its end"
+    )
+    dir: str | None = setting(
+        None, "where this machine keeps the parts of its ranks; none: the run folder"
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings; ``resolved`` fills in those that depend on others."""
 
@@ -111,6 +121,7 @@ class Config:
     link: LinkConfig = LinkConfig()
     plan: PlanConfig = PlanConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     nproc: int | None = setting(
         None,
         "processes to start on this machine, each with its stages; none: 2, "
@@ -181,11 +192,17 @@ def settings() -> Iterator[Setting]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The values of a TOML file under their dotted names."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return from_toml(path.read_text(encoding="utf-8"), path)
     except OSError as error:
         raise ConfigError(f"can't read the config file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no TOML file: it is not UTF-8 text") from None
+
+
+def from_toml(text: str, path: Path) -> dict[str, Any]:
+    """The values of TOML text under their dotted names; errors say that it is in ``path``."""
+    try:
+        tables = tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{path} is no valid TOML: it is nested too deep") from None
     except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits

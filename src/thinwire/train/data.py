@@ -203,19 +203,20 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def training_ids(
-    count: int, batch: int, microbatches: int, seed: int
+    count: int, batch: int, microbatches: int, seed: int, done: int = 0
 ) -> Iterator[tuple[int, Tensor]]:
-    """``(epoch, sample ids)`` of one batch after the other, for ever.
+    """``(epoch, sample ids)`` of one batch after the other, for ever; the first ``done`` left out.
 
     A short last batch is kept; only one smaller than the number of micro-batches is left out of
     its epoch.
     """
-    epoch = 0
+    epoch, skipped = divmod(done, steps_per_epoch(count, batch, microbatches))
     while True:
-        for ids in epoch_order(count, seed, epoch).split(batch):
+        batches = epoch_order(count, seed, epoch).split(batch)
+        for ids in batches[skipped:]:
             if len(ids) >= microbatches:
                 yield epoch, ids
-        epoch += 1
+        epoch, skipped = epoch + 1, 0
 
 
 def steps_per_epoch(count: int, batch: int, microbatches: int) -> int:

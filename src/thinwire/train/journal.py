@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 import thinwire as tw
-from thinwire.train.metrics import MetricsWriter
+from thinwire.train import ranks
+from thinwire.train.metrics import MetricsWriter, read_metrics
 from thinwire.train.report import LiveLine, progress_line
 
 
@@ -24,9 +26,11 @@ class Clock:
     """Seconds that this rank spent in training steps, by what it did; evaluation left out.
 
     ``cpu_s`` is the CPU time of the whole process, ``codec_s`` that of coding alone; the others
-    are of the clock on the wall.
+    are of the clock on the wall. ``steps`` and ``tokens`` are those that were timed.
     """
 
+    steps: int = 0
+    tokens: int = 0
     step_s: float = 0.0
     cpu_s: float = 0.0
     compute_s: float = 0.0
@@ -35,8 +39,12 @@ class Clock:
     link_s: float = 0.0
     steps_ms: list[float] = field(default_factory=list)
 
-    def add(self, step_s: float, cpu_s: float, link_s: float, timers: dict[str, float]) -> None:
+    def add(
+        self, tokens: int, step_s: float, cpu_s: float, link_s: float, timers: dict[str, float]
+    ) -> None:
         """Count a step; ``timers`` are the pipeline's, with the ``optimizer_s`` beside them."""
+        self.steps += 1
+        self.tokens += tokens
         self.step_s += step_s
         self.cpu_s += cpu_s
         self.compute_s += timers["compute_s"] + timers["optimizer_s"]
@@ -47,15 +55,31 @@ class Clock:
 
     @property
     def median_ms(self) -> float:
-        return statistics.median(self.steps_ms)
+        """Of a step; the mean where single steps are not known any more."""
+        return statistics.median(self.steps_ms or [1e3 * self.step_s / self.steps])
+
+    def sums(self) -> dict[str, float]:
+        """The seconds by name."""
+        names = ("step_s", "cpu_s", "compute_s", "codec_s", "wait_s", "link_s")
+        return {name: getattr(self, name) for name in names}
 
     def of_all_ranks(self) -> list[dict[str, float]]:
         """The sums of every rank, gathered over the default process group."""
-        names = ["step_s", "cpu_s", "compute_s", "codec_s", "wait_s", "link_s"]
-        own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
-        every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        return [dict(zip(names, row.tolist(), strict=True)) for row in every]
+        return ranks.gather_json(self.sums())
+
+
+@dataclass
+class Saved:
+    """The checkpoints of a run so far: their number, bytes on all ranks, and seconds they took."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.count += 1
+        self.bytes += nbytes
+        self.seconds += seconds
 
 
 def split_reports(pipeline: tw.Pipeline) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -78,11 +102,17 @@ class Journal:
         screen: Console,
         steps: int,
         epochs: int,
+        done: int = 0,
     ) -> None:
         self.clock = Clock()
+        self.checkpoints = Saved()
         self.tokens = 0
+        self.loss = math.nan  # of the last step
         self._pipeline, self._busy_s = pipeline, busy_s
-        self._writer = None if folder is None else MetricsWriter(folder)
+        self._writer = None if folder is None else MetricsWriter(folder, done)
+        for record in read_metrics(folder) if folder is not None else []:
+            if "checkpoint" in record:
+                self.checkpoints.add(*record["checkpoint"].values())
         self._live = LiveLine(screen)
         self._screen = screen
         self._steps, self._epochs = steps, epochs
@@ -118,8 +148,9 @@ class Journal:
         step_s, cpu_s = ended - self._began, time.process_time() - self._cpu_began
         timers = self._pipeline.take_timers() | {"optimizer_s": ended - self._stepped}
         link_s = self._busy_s() - self._link_s if self._busy_s else 0.0
-        self.clock.add(step_s, cpu_s, link_s, timers)
+        self.clock.add(result.tokens, step_s, cpu_s, link_s, timers)
         self.tokens += result.tokens
+        self.loss = result.loss
         if logged:
             self._links, _ = split_reports(self._pipeline)
         self._show(step, epoch, result, logged)
@@ -144,6 +175,35 @@ class Journal:
         """Note the validation loss, codec on, with which an epoch ended."""
         self._screen.print(f"epoch {epoch}: validation loss {val_loss_codec:.4f} with the codec on")
         self._write({"step": step, "epoch": epoch, "val_loss_codec": val_loss_codec})
+
+    def end_checkpoint(self, step: int, nbytes: int, seconds: float) -> None:
+        """Note a checkpoint: its bytes on all ranks, and the seconds that it took."""
+        self.checkpoints.add(nbytes, seconds)
+        self._write({"step": step, "checkpoint": {"bytes": nbytes, "seconds": seconds}})
+
+    def sync(self) -> None:
+        """Have what was written on the disk before going on."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` takes, as JSON values."""
+        return {
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "clock": {**self.clock.sums(), "steps": self.clock.steps, "tokens": self.clock.tokens},
+        }
+
+    @property
+    def steps_ms(self) -> Tensor:
+        """Milliseconds of each timed step, 1-D float64."""
+        return torch.tensor(self.clock.steps_ms, dtype=torch.float64)
+
+    def restore(self, state: Mapping[str, Any], steps_ms: Sequence[float]) -> None:
+        """Go on from ``state`` and ``steps_ms``."""
+        self.tokens, self.loss = state["tokens"], state["loss"]
+        self.clock = Clock(**state["clock"], steps_ms=list(steps_ms))
+        self._logged = (self.tokens, self.clock.step_s)
 
     def _show(self, step: int, epoch: int, result: tw.StepResult, logged: bool) -> None:
         tokens, seconds = self._logged

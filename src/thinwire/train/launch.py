@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from thinwire.train import check
 from thinwire.train import config as configuration
 from thinwire.train.config import Config
+from thinwire.train.stop import SIGNALS, at_once_line, phase_in, resume_command, say
 
 _GRACE_S = 8.0  # a dead peer is seen in under a second, a silent one takes its deadline
 _STOP_S = 3.0
@@ -37,21 +38,33 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
-def train(config: Config) -> int:
-    """Check the configuration, run it, and return the exit code."""
+def train(config: Config, resume_from: Path | None = None) -> int:
+    """Check the configuration, run it, and return the exit code.
+
+    ``resume_from``: the folder of the run to go on with, None for a new one.
+    """
     if under_torchrun():
         from thinwire.train.worker import run_under_torchrun
 
-        return run_under_torchrun(config)
+        return run_under_torchrun(config, resume_from)
     config = check.resolved(config)
     check.check_out(config)
     check.check_plan(config)
-    from thinwire.train import data, metrics
+    from thinwire.train import data, home
 
     data.load(config.data, config.model.context)
-    folder = metrics.create_folder(config)
-    with _stopping_in_order(), tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
-        return _run_workers(config, folder, Path(scratch))
+    if resume_from is not None:
+        home.read(resume_from)
+    folder = resume_from or home.create(config)
+    with tempfile.TemporaryDirectory(prefix="thinwire-") as name, _Signals(Path(name)) as signals:
+        try:
+            return _run_workers(config, folder, resume_from is not None, Path(name), signals)
+        except _EndedAtOnce as ended:
+            phase = phase_in(Path(name))
+            closing = phase is not None and phase[0] == "closing"
+            command = resume_command(phase[1]) if phase is not None and closing else None
+            say(at_once_line(ended.number, command))
+            return 128 + ended.number
 
 
 @dataclass
@@ -65,23 +78,39 @@ class _Worker:
 
     @property
     def failed(self) -> bool:
-        return self.ended_at is not None and self.process.returncode != 0 and not self.stopped
+        ended_well = self.process.returncode == 0 or self.ended_as_asked or self.stopped
+        return self.ended_at is not None and not ended_well
+
+    @property
+    def ended_as_asked(self) -> bool:
+        """Whether it ended since the run was asked to stop, with a checkpoint saved."""
+        return self.ended_at is not None and self.process.returncode - 128 in SIGNALS
 
 
-def _run_workers(config: Config, folder: Path, scratch: Path) -> int:
-    job = {"settings": _flat(config), "folder": str(folder), "world_size": config.nproc}
+def _run_workers(
+    config: Config, folder: Path, resumed: bool, scratch: Path, signals: _Signals
+) -> int:
+    job = {
+        "settings": _flat(config),
+        "folder": str(folder),
+        "resumed": resumed,
+        "world_size": config.nproc,
+    }
     (scratch / "job.json").write_text(json.dumps(job), encoding="utf-8")
     workers: list[_Worker] = []
     try:
         with _signals_held():
             for rank in range(config.nproc or 1):  # one by one: a failure leaves earlier to stop
                 workers += [_Worker(rank, _start(rank, scratch))]
-        _wait(workers)
+        _wait(workers, signals)
     finally:
         _stop(workers)
         _show_cursor()
     failed = [worker for worker in workers if worker.failed]
-    return _explain(failed, scratch) if failed else 0
+    if failed:
+        return _explain(failed, scratch)
+    as_asked = any(worker.ended_as_asked for worker in workers)
+    return 128 + (signals.number or signal.SIGINT) if as_asked else 0
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -109,21 +138,38 @@ def _start(rank: int, scratch: Path) -> subprocess.Popen[bytes]:
         )
 
 
-@contextlib.contextmanager
-def _stopping_in_order() -> Iterator[None]:
-    """Let an interrupt and SIGTERM raise, so that what was started is ended and cleared away."""
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _end_on_sigterm}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+class _EndedAtOnce(BaseException):
+    """The run is to be ended where it stands, by the signal of this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Signals:
+    """An interrupt and SIGTERM while workers run: the first one in training asks them to stop.
+
+    Any other raises ``_EndedAtOnce``, so that what was started is ended and cleared away.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.number: int | None = None  # of the signal that asked
+        self._scratch = scratch
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self._previous = {number: signal.signal(number, self._take) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-
-def _end_on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
-    print("thinwire: stopped by SIGTERM", file=sys.stderr)
-    raise SystemExit(128 + number)
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        phase = phase_in(self._scratch)
+        if self.number is not None or phase is None or phase[0] != "training":
+            raise _EndedAtOnce(number)
+        self.number = number
 
 
 @contextlib.contextmanager
@@ -147,19 +193,32 @@ def _show_cursor() -> None:
             stream.flush()
 
 
-def _wait(workers: list[_Worker]) -> None:
-    """Return when all have ended, or some seconds after one has failed."""
+def _wait(workers: list[_Worker], signals: _Signals) -> None:
+    """Return when all have ended, or some seconds after one has failed or ended as asked."""
     give_up_at: float | None = None
+    asked = False
     while any(worker.ended_at is None for worker in workers):
         now = time.monotonic()
+        if signals.number is not None and not asked:
+            asked = True
+            _ask_to_stop(workers[0], signals.number)
         for worker in workers:
             if worker.ended_at is None and worker.process.poll() is not None:
                 worker.ended_at = now
-        if give_up_at is None and any(worker.failed for worker in workers):
+        if give_up_at is None and any(w.failed or w.ended_as_asked for w in workers):
             give_up_at = now + _GRACE_S
         if give_up_at is not None and now >= give_up_at:
             return
         time.sleep(_POLL_S)
+
+
+def _ask_to_stop(worker: _Worker, number: int) -> None:
+    """Tell a worker of a signal; its result of the step tells the others."""
+    say("thinwire: stopping after this step, which will be saved; once more to stop at once")
+    assert worker.process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has just ended
+        worker.process.stdin.write(bytes([number]))
+        worker.process.stdin.flush()
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -224,4 +283,5 @@ def worker_main(arguments: list[str]) -> int:
     scratch, rank = Path(arguments[0]), int(arguments[1])
     job = json.loads((scratch / "job.json").read_text(encoding="utf-8"))
     config = configuration.build(job["settings"])
-    return run_launched(config, Path(job["folder"]), scratch, rank, job["world_size"])
+    folder = Path(job["folder"])
+    return run_launched(config, folder, job["resumed"], scratch, rank, job["world_size"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.train.config import Config, ConfigError, to_toml
 
-_CONFIG = "config.toml"
+CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
 
 
 def create_folder(config: Config) -> Path:
@@ -40,7 +40,7 @@ def _claimed(folder: Path, config: Config) -> bool:
     """Whether the folder is now this run's: only one run can be the first to write a file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / _CONFIG).open("x", encoding="utf-8") as file:
+        with (folder / CONFIG).open("x", encoding="utf-8") as file:
             file.write(to_toml(config))
         return True
     except FileExistsError:
@@ -70,18 +70,45 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def write_config(folder: Path, config: Config) -> None:
     """Write the resolved settings; ``thinwire train folder/config.toml`` repeats the run."""
-    write_atomically(folder / _CONFIG, to_toml(config))
+    write_atomically(folder / CONFIG, to_toml(config))
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to ``metrics.jsonl``; each line is complete on disk."""
+    """Appends one JSON object a line to ``metrics.jsonl``; each line is complete on disk.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+    ``done``: the steps that a resumed run has done; lines of later ones are taken out.
+    """
+
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        path = folder / METRICS
+        kept = [record for record in read_metrics(folder) if record["step"] <= done]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Have all lines on the disk before going on."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of ``metrics.jsonl``, up to one that was cut off as it was written."""
+    records: list[dict[str, Any]] = []
+    try:
+        with (folder / METRICS).open(encoding="utf-8") as lines:
+            for line in lines:
+                record = json.loads(line)
+                if not isinstance(record, dict) or "step" not in record:
+                    break
+                records.append(record)
+    except FileNotFoundError:
+        pass
+    except ValueError:  # the line that was being written when the process was ended
+        pass
+    return records

@@ -126,6 +126,19 @@ def tied_parameter(stages: list[Stage]) -> nn.Parameter | None:
     return None
 
 
+def named_tensors(stages: list[Stage], tied: bool) -> dict[str, Tensor]:
+    """The parameters and buffers of some stages by global name, whatever the number of stages.
+
+    A tied head's weight has the embedding's name, on every process that holds a copy.
+    """
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, tensor in stage.state_dict(keep_vars=True).items():
+            is_copy = tied and name == "head.output.weight"
+            found["embedding.token.weight" if is_copy else name] = tensor
+    return found
+
+
 def _initialise(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int) -> None:
     """GPT-2's scales, drawn from a uniform distribution: torch.randn differs between CPUs."""
     if name.endswith("norm.weight"):

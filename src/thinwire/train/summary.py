@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 from typing import Any
 
 import torch
 
 import thinwire as tw
 from thinwire.train.bound import bound_sentence, next_flag, step_costs
+from thinwire.train.checkpoint import versions
 from thinwire.train.config import Config
 from thinwire.train.data import Text
 from thinwire.train.journal import Journal, split_reports
@@ -29,11 +29,12 @@ def summarise(
     links, control = split_reports(pipeline)
     per_rank = journal.clock.of_all_ranks()
     hops = len({link["edge"] for link in links})
-    costs = step_costs(per_rank, steps, hops, config)
+    timed = journal.clock.steps  # a run resumed on other processes is timed from there on
+    costs = step_costs(per_rank, timed, hops, config)
     train_s = per_rank[0]["step_s"]
     return {
         **losses,
-        "tokens_per_s": journal.tokens / train_s,
+        "tokens_per_s": journal.clock.tokens / train_s,
         "step_ms_median": journal.clock.median_ms,
         "train_s": train_s,
         "steps": steps,
@@ -47,7 +48,8 @@ def summarise(
             "next": next_flag(costs, links, config),
             "sentence": bound_sentence(costs, links, config),
         },
-        "cpu": cpu_costs(per_rank, steps),
+        "cpu": cpu_costs(per_rank, timed),
+        "checkpoints": dataclasses.asdict(journal.checkpoints),
         "data": {
             "source": text.source,
             "sha256": text.sha256,
@@ -57,11 +59,7 @@ def summarise(
         "parameters": parameter_count(config.model),
         "seed": config.train.seed,
         "threads": torch.get_num_threads(),
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "thinwire": tw.__version__,
-        },
+        "versions": versions(),
         "config": dataclasses.asdict(config),
     }
 

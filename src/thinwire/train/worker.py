@@ -24,16 +24,39 @@ import torch.distributed as dist
 from rich.console import Console
 
 import thinwire as tw
-from thinwire.train import check, data, metrics, report
-from thinwire.train.config import Config, ConfigError, DataConfig, PlanConfig, one_line, to_toml
-from thinwire.train.loop import Place, train
+from thinwire.train import check, data, home, metrics, report
+from thinwire.train.build import Place
+from thinwire.train.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    PlanConfig,
+    one_line,
+    to_toml,
+)
+from thinwire.train.home import Home
+from thinwire.train.loop import train
+from thinwire.train.stop import (
+    Stop,
+    Stopped,
+    at_once_line,
+    phase_writer,
+    resume_command,
+    say,
+    stopped_line,
+    torchrun_command,
+)
 
 COMPARED = {"fp32": PlanConfig("raw", "raw"), "bf16": PlanConfig("bf16", "bf16")}
 
 
 @dataclass(frozen=True)
 class Start:
-    """How this process was started; ``fail`` passes on why it ends early."""
+    """How this process was started, and with what it is resumed.
+
+    ``fail`` passes on why it ends early; ``stop`` knows whether it was asked to.
+    """
 
     rank: int
     world_size: int
@@ -41,12 +64,16 @@ class Start:
     local_world_size: int
     init_method: str
     fail: Callable[[dict[str, Any]], None]
+    resume_command: Callable[[Path], str]
+    stop: Stop
 
 
-def run_launched(config: Config, folder: Path, scratch: Path, rank: int, world_size: int) -> int:
+def run_launched(
+    config: Config, folder: Path, resumed: bool, scratch: Path, rank: int, world_size: int
+) -> int:
     """Be the worker ``rank`` that ``launch`` started on this machine; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it isn't blocked: the starter ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it isn't blocked: the starter tells us
+    note = phase_writer(scratch) if rank == 0 else None
     start = Start(
         rank,
         world_size,
@@ -54,23 +81,31 @@ def run_launched(config: Config, folder: Path, scratch: Path, rank: int, world_s
         local_world_size=world_size,
         init_method=f"file://{scratch / 'rendezvous'}",
         fail=lambda failure: metrics.write_json(scratch / f"error-{rank}.json", failure),
+        resume_command=resume_command,
+        stop=Stop(note),
     )
-    return _guarded(start, lambda: _run(config, folder, start))
+    threading.Thread(target=_listen, args=(start.stop,), daemon=True).start()
+    return _guarded(start, lambda: _run(config, folder, resumed, start))
 
 
-def run_under_torchrun(config: Config) -> int:
-    """Be one of the workers that torchrun started; returns the exit code."""
+def run_under_torchrun(config: Config, resume_from: Path | None) -> int:
+    """Be one of the workers that torchrun started; returns the exit code.
+
+    ``resume_from``: the folder of the run to go on with, None for a new one.
+    """
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world_size = int(os.environ["WORLD_SIZE"])
     start = Start(
         rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        world_size=world_size,
         local_rank=int(os.environ["LOCAL_RANK"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_world_size=local_world_size,
         init_method="env://",
         fail=lambda failure: print(f"thinwire: error: {failure['message']}", file=sys.stderr),
+        resume_command=lambda folder: torchrun_command(folder, world_size, local_world_size),
+        stop=Stop(),
     )
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the live line cleans up
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun says itself whom it stopped
+    start.stop.watch()
 
     def checked_run() -> None:
         if start.rank == 0 and config.nproc not in (None, start.world_size):
@@ -80,22 +115,31 @@ def run_under_torchrun(config: Config) -> int:
             )
         complete = check.resolved(config, start.world_size)
         check.check_plan(complete)
-        folder = Path()  # only rank 0 writes
-        if start.rank == 0:
+        folder = resume_from
+        if folder is None and start.rank == 0:
             check.check_out(complete)
-            folder = metrics.create_folder(complete)
-        _run(complete, folder, start)
+            folder = home.create(complete)
+        _run(complete, folder, resume_from is not None, start)
 
     return _guarded(start, checked_run)
 
 
 def _guarded(start: Start, run: Callable[[], None]) -> int:
     """Run, and on a failure pass on one line and leave without waiting for any peer."""
+    stop = start.stop
     try:
         run()
         return 0
+    except Stopped as stopped:
+        number = stop.number or signal.SIGINT  # another rank was asked
+        if start.rank == 0:
+            assert stop.folder is not None
+            say(stopped_line(number, stopped, start.resume_command(stop.folder)))
+        return 128 + number
     except KeyboardInterrupt:
-        print("thinwire: stopped", file=sys.stderr, flush=True)
+        saved = stop.folder if stop.closing and start.rank == 0 else None
+        command = None if saved is None else start.resume_command(saved)
+        say(at_once_line(signal.SIGINT, command))
         os._exit(130)
     except Exception as error:  # noqa: BLE001  every failure ends the process, with its reason
         failure = _failure(error, start.rank)
@@ -140,15 +184,21 @@ def _lacking_memory(error: BaseException | None) -> str | None:
     return None
 
 
-def _end_with_parent() -> None:
-    """Leave when the starting process is gone: its end of our stdin closes with it."""
-    while os.read(0, 1):
-        pass
+def _listen(stop: Stop) -> None:
+    """Pass on the signals that the starting process writes into our stdin, as numbers.
+
+    Leave when it is gone: its end closes with it.
+    """
+    while number := os.read(0, 1):
+        stop.ask(number[0])
     os._exit(1)
 
 
-def _run(config: Config, folder: Path, start: Start) -> None:
-    """Join the others, check that all start from the same, and do one run or the compared ones."""
+def _run(config: Config, folder: Path | None, resumed: bool, start: Start) -> None:
+    """Join the others, check that all start from the same, and do one run or the compared ones.
+
+    ``folder``: that of the run, on rank 0 and on all where it is ``resumed``.
+    """
     # on any error torch logs the whole schedule, page after page; the error itself says more
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     torch.set_num_threads(config.threads or default_threads(config, start.local_world_size))
@@ -164,13 +214,22 @@ def _run(config: Config, folder: Path, start: Start) -> None:
         timeout=datetime.timedelta(seconds=config.pipeline.first_deadline),
     )
     _agree(config, text)
-    if config.compare:
-        document = _compare(config, text, place, folder, screen)
+    if resumed:
+        assert folder is not None
+        own_home = home.resume(config, folder, start.rank, start.local_rank)
     else:
-        document = train(config, text, place, folder, screen)
-    if config.json and start.rank == 0:
-        print(json.dumps(document, indent=2))
-    dist.destroy_process_group()
+        own_home = home.begin(config, folder, start.rank, start.local_rank)
+    try:
+        if config.compare:
+            document = _compare(config, text, place, own_home, screen, start.stop)
+        else:
+            document = train(config, text, place, own_home, screen, start.stop)
+        if config.json and start.rank == 0:
+            print(json.dumps(document, indent=2))
+        dist.destroy_process_group()
+    except Stopped:
+        dist.destroy_process_group()
+        raise
 
 
 def default_threads(config: Config, local_world_size: int) -> int:
@@ -198,7 +257,12 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 def _agree(config: Config, text: data.Text) -> None:
     """Refuse to train where another rank read other settings or another text than rank 0."""
-    shared = dataclasses.replace(config, device="cpu", data=DataConfig(seed=config.data.seed))
+    shared = dataclasses.replace(
+        config,
+        device="cpu",
+        data=DataConfig(seed=config.data.seed),
+        checkpoint=CheckpointConfig(config.checkpoint.every),
+    )
     digests = [hashlib.sha256(to_toml(shared).encode()).digest(), bytes.fromhex(text.sha256)]
     own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -210,21 +274,27 @@ def _agree(config: Config, text: data.Text) -> None:
 
 
 def _compare(
-    config: Config, text: data.Text, place: Place, folder: Path, screen: Console
+    config: Config, text: data.Text, place: Place, own_home: Home, screen: Console, stop: Stop
 ) -> dict[str, Any]:
     """The run as configured, then uncompressed and in bf16, each in a folder of its own."""
     runs: dict[str, dict[str, Any]] = {}
+    parts = config.checkpoint.dir
     for name, plan in {"compressed": config.plan, **COMPARED}.items():
         screen.rule(f"{name}: forward {plan.forward}, backward {plan.backward}")
-        one = dataclasses.replace(config, plan=plan)
-        if place.rank == 0:
-            (folder / name).mkdir()
-            metrics.write_config(folder / name, one)
-        runs[name] = train(one, text, place, folder / name, screen)
+        one = dataclasses.replace(
+            config,
+            plan=plan,
+            compare=False,
+            checkpoint=CheckpointConfig(
+                config.checkpoint.every, None if parts is None else str(Path(parts) / name)
+            ),
+        )
+        own = home.sub_folder(own_home, name, one, place.rank)
+        runs[name] = train(one, text, place, own, screen, stop)
     document = {"runs": runs, "comparison": report.comparison(runs)}
     screen.rule()
     screen.print(report.comparison_table(runs))
     screen.print(report.comparison_sentence(document["comparison"], runs), soft_wrap=True)
     if place.rank == 0:
-        metrics.write_json(folder / "comparison.json", document["comparison"])
+        metrics.write_json(own_home.folder / "comparison.json", document["comparison"])
     return document

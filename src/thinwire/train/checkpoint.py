@@ -1,0 +1,152 @@
+"""When and how a run is saved: every rank writes its part, all agree, old ones are deleted.
+
+Two phases, without a disk that is shared: each rank makes its part durable, then all tell each
+other what they hold. Only what all hold counts, and only then is anything older deleted; the last
+two common checkpoints are kept. Ended at any point, a run finds one that is complete.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+import thinwire as tw
+from thinwire.train import disk, model, ranks, weights
+from thinwire.train.build import Run
+from thinwire.train.config import to_toml
+from thinwire.train.home import Home
+from thinwire.train.journal import Journal
+
+PROGRESS_FILE = "progress.safetensors"
+KEPT = 2  # the last one may turn out damaged
+
+
+class Key(NamedTuple):
+    """Parts that make one checkpoint have the same: step, start of the processes, world size."""
+
+    step: int
+    attempt: str
+    world_size: int
+
+
+def key_of(part: disk.Part) -> Key:
+    """Which checkpoint a part belongs to."""
+    manifest = part.manifest
+    return Key(manifest["step"], manifest["attempt"], manifest["world_size"])
+
+
+class Checkpoints:
+    """A run's checkpoints as this rank writes them; ``done`` steps are saved already."""
+
+    def __init__(self, run: Run, home: Home, journal: Journal, done: int) -> None:
+        self._run, self._home, self._journal = run, home, journal
+        self._own = disk.rank_folder(home.parts, run.place.rank)
+        self._saved = done
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after ``step`` steps."""
+        every = self._run.config.checkpoint.every
+        return every is not None and step % every == 0
+
+    def save(self, step: int, references: bool) -> None:
+        """Save the state after ``step`` steps (collective); the links' references if asked for.
+
+        Raises OSError on a rank that cannot write, LinkError on the others.
+        """
+        if step == self._saved:
+            return
+        began = time.perf_counter()
+        self._journal.sync()
+        problem, nbytes = None, 0
+        try:
+            part = disk.write(self._own, step, lambda folder: self._fill(folder, references))
+            nbytes = part.nbytes
+        except (OSError, SafetensorError) as error:
+            problem = f"can't write the checkpoint of step {step} to {self._own}: {error}"
+        held = [key_of(part) for part in disk.parts(self._own)]
+        every = ranks.gather_json({"problem": problem, "bytes": nbytes, "held": held})
+        if problem is not None:
+            raise OSError(problem)
+        for rank, one in enumerate(every):
+            if one["problem"] is not None:
+                raise tw.LinkError(f"rank {rank}: {one['problem']}")
+        self._home.note(committed=step)
+        self._prune(set.intersection(*({Key(*key) for key in one["held"]} for one in every)))
+        self._saved = step
+        seconds = time.perf_counter() - began
+        self._journal.end_checkpoint(step, sum(one["bytes"] for one in every), seconds)
+
+    def _prune(self, common: set[Key]) -> None:
+        """Delete this rank's parts but those of the last two common checkpoints.
+
+        So are parts of ranks that are no more, which an earlier start with more of them has left.
+        """
+        kept = sorted(common)[-KEPT:]
+        place = self._run.place
+        for rank, folder in disk.rank_folders(self._home.parts).items():
+            if rank == place.rank:
+                keep = {part.folder for part in disk.parts(folder) if key_of(part) in kept}
+            elif rank >= place.world_size and rank % place.world_size == place.rank:
+                keep = set()
+            else:
+                continue
+            for part in disk.step_folders(folder).values():
+                if part not in keep:
+                    self._run.pipeline.release(part)
+                    disk.delete(part)
+
+    def _fill(self, folder: Path, references: bool) -> dict[str, Any]:
+        """Write this rank's files into ``folder``; returns the values of the manifest."""
+        run, place, config = self._run, self._run.place, self._run.config
+        tensors = model.named_tensors(run.stages, config.model.tied)
+        entries = weights.collect(tensors, run.optimizer)
+        progress = {**generator_states(place.device), "steps_ms": self._journal.steps_ms}
+        save_file(progress, folder / PROGRESS_FILE)
+        return {
+            "run": self._home.run,
+            "attempt": self._home.attempt,
+            "rank": place.rank,
+            "world_size": place.world_size,
+            "num_stages": config.num_stages,
+            "stages": [stage.stage_index for stage in run.stages],
+            "steps": run.steps,
+            "steps_per_epoch": run.steps_per_epoch,
+            "text": run.text_sha256,
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "plan": {"forward": config.plan.forward, "backward": config.plan.backward},
+            "config": to_toml(config),
+            "weights": weights.write(entries, folder),
+            "pipeline": run.pipeline.checkpoint(folder, references),
+            "journal": self._journal.state(),
+        }
+
+
+def versions() -> dict[str, str]:
+    """Of torch, Python and thinwire."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "thinwire": tw.__version__,
+    }
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's global random generators, uint8, by device type."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put the generators back to ``generator_states``; a device that it lacks stays as it is."""
+    torch.set_rng_state(states["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in states:
+        torch.cuda.set_rng_state(states["rng.cuda"], device)

@@ -1,0 +1,134 @@
+"""Which checkpoint a resumed run goes on from: the newest one whose parts are all intact.
+
+Each rank looks at the parts that are on its machine, and tells the others what it sees; nobody
+reads another machine's disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from thinwire.train import disk, ranks
+from thinwire.train.checkpoint import Key, key_of
+from thinwire.train.config import ConfigError
+from thinwire.train.home import Home, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A complete checkpoint, and what this rank has of it.
+
+    ``same``: every rank has its own part of it, with the stages that it holds now; that is then
+    the only one in ``parts``. Else ``parts`` has all intact ones that this rank sees, by writer.
+    """
+
+    key: Key
+    same: bool
+    parts: dict[int, disk.Part]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sight:
+    """What one rank sees: checkpoints, each with the parts that are there, and damaged parts."""
+
+    parts: dict[Key, dict[int, disk.Part]]
+    damaged: list[str]
+
+    def told(self, rank: int, stages: list[int]) -> dict[str, Any]:
+        """It as JSON values: for each checkpoint the writers, and whether this rank's part fits."""
+        return {
+            "seen": [
+                [key, sorted(by_writer), _fits(key, by_writer, rank, stages)]
+                for key, by_writer in self.parts.items()
+            ],
+            "damaged": self.damaged,
+        }
+
+
+def _fits(key: Key, by_writer: dict[int, disk.Part], rank: int, stages: list[int]) -> bool:
+    return rank in by_writer and by_writer[rank].manifest["stages"] == stages
+
+
+def choose(
+    home: Home, rank: int, world_size: int, stages: list[int]
+) -> tuple[Choice | None, list[str]]:
+    """The newest checkpoint that is complete, and lines on newer ones that are not (collective).
+
+    None where there has not been one. Raises ConfigError where there has, and none is complete.
+    """
+    sight = look(home)
+    every = ranks.gather_json(
+        {**sight.told(rank, stages), "committed": read(home.folder).get("committed", 0)}
+    )
+    lines = [f"{line}, so it is skipped" for line in _distinct(every, "damaged")]
+    seers: dict[Key, dict[int, set[int]]] = {}  # by checkpoint and writer, the ranks that see it
+    fitting: dict[Key, int] = {}
+    for seer, one in enumerate(every):
+        for key, writers, fits in one["seen"]:
+            fitting[Key(*key)] = fitting.get(Key(*key), 0) + fits
+            for writer in writers:
+                seers.setdefault(Key(*key), {}).setdefault(writer, set()).add(seer)
+    for key in sorted(seers, reverse=True):
+        lacking = sorted(set(range(key.world_size)) - set(seers[key]))
+        if not lacking:
+            same = key.world_size == world_size and fitting[key] == world_size
+            parts, lacking, damaged = _verified(sight.parts.get(key, {}), key, rank, same)
+            lines += [f"{line}, so it is skipped" for line in damaged]
+            if not lacking:
+                return Choice(key, same, parts), lines
+        missing = ", ".join(f"rank-{writer}" for writer in lacking)
+        lines.append(f"the checkpoint of step {key.step} is skipped: no intact part of {missing}")
+    committed = max(one["committed"] for one in every)
+    if committed:
+        raise ConfigError(
+            f"--resume {home.folder}: no checkpoint is complete on the machines of this run, "
+            f"though step {committed} was; {'; '.join(lines) or 'no part is here'}"
+        )
+    return None, lines
+
+
+def look(home: Home) -> _Sight:
+    """What of this run is on this machine, by the manifests alone."""
+    parts: dict[Key, dict[int, disk.Part]] = {}
+    damaged = []
+    for folder in _step_folders(home.all_parts()):
+        try:
+            part = disk.read(folder)
+        except disk.DamagedError as error:
+            damaged.append(f"{folder.parent.name}/{folder.name}: {error}")
+            continue
+        if part.manifest["run"] == home.run:
+            parts.setdefault(key_of(part), {})[part.manifest["rank"]] = part
+    return _Sight(parts, damaged)
+
+
+def _step_folders(homes: list[Path]) -> Iterator[Path]:
+    for home in homes:
+        for ranks_own in disk.rank_folders(home).values():
+            yield from disk.step_folders(ranks_own).values()
+
+
+def _verified(
+    seen: dict[int, disk.Part], key: Key, rank: int, same: bool
+) -> tuple[dict[int, disk.Part], list[int], list[str]]:
+    """This rank's intact parts, the writers of whom nobody has one, and lines on damaged ones."""
+    intact, damaged = {}, []
+    for writer, part in seen.items():
+        if same and writer != rank:
+            continue  # its own rank reads it
+        try:
+            disk.verify(part)
+            intact[writer] = part
+        except disk.DamagedError as error:
+            damaged.append(f"{part.folder.parent.name}/{part.folder.name}: {error}")
+    every = ranks.gather_json({"intact": sorted(intact), "damaged": damaged})
+    found = {writer for one in every for writer in one["intact"]}
+    return intact, sorted(set(range(key.world_size)) - found), _distinct(every, "damaged")
+
+
+def _distinct(every: list[dict[str, Any]], name: str) -> list[str]:
+    """The lines of all ranks, each once: ranks of one machine see the same."""
+    return list(dict.fromkeys(line for one in every for line in one[name]))

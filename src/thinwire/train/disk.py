@@ -1,0 +1,174 @@
+"""One rank's part of a checkpoint on disk: a folder that appears whole, and is checked when read.
+
+A part is ``<rank folder>/step-00000200/``. It is written under a temporary name; its files and
+folders are flushed to the disk, then it is renamed. ``manifest.json`` says what it holds, with the
+size and the digest of each file, and has a digest of its own, so that damage is always noticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+FORMAT = 1  # of the manifest
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_RANK = re.compile(r"rank-(\d+)")
+_CHUNK = 1 << 20  # bytes read at a time
+
+
+class DamagedError(ValueError):
+    """A part that is not what was written; the text says what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part whose manifest is intact; its files are checked by ``verify``."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files, the manifest left out."""
+        return sum(file["bytes"] for file in self.manifest["files"].values())
+
+
+def rank_folder(home: Path, rank: int) -> Path:
+    """Where a rank keeps its parts: only that rank writes there."""
+    return home / f"rank-{rank}"
+
+
+def rank_folders(home: Path) -> dict[int, Path]:
+    """The folders of ranks that are on this machine, by rank."""
+    if not home.is_dir():
+        return {}
+    found = {int(m[1]): path for path in home.iterdir() if (m := _RANK.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def step_folders(ranks_own: Path) -> dict[int, Path]:
+    """The parts in a rank's folder by step, oldest first, whether they are intact or not."""
+    if not ranks_own.is_dir():
+        return {}
+    found = {int(m[1]): path for path in ranks_own.iterdir() if (m := _STEP.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def unfinished(ranks_own: Path) -> list[Path]:
+    """What a process that was ended has left half written or half deleted."""
+    return sorted(ranks_own.glob(".step-*")) if ranks_own.is_dir() else []
+
+
+def write(ranks_own: Path, step: int, fill: Callable[[Path], dict[str, Any]]) -> Part:
+    """Write the part of ``step``: ``fill`` puts files into a folder, and returns the manifest's
+    values. A part of the same step is replaced.
+    """
+    if not ranks_own.exists():
+        ranks_own.mkdir(parents=True)
+        _flush(ranks_own.parent)
+    for left in unfinished(ranks_own):
+        shutil.rmtree(left)
+    name = f"step-{step:08d}"
+    temporary, target = ranks_own / f".{name}", ranks_own / name
+    temporary.mkdir()
+    values = fill(temporary)
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    described = {
+        path.relative_to(temporary).as_posix(): {
+            "bytes": path.stat().st_size,
+            "xxh3": _digest(path),
+        }
+        for path in files
+    }
+    manifest = {"format": FORMAT, "step": step, **values, "files": described}
+    text = json.dumps({"xxh3": _digest_of(manifest), "manifest": manifest}, allow_nan=False)
+    (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    for path in [*files, temporary / MANIFEST, *{path.parent for path in files}, temporary]:
+        _flush(path)
+    if target.exists():
+        delete(target)
+    temporary.rename(target)
+    _flush(ranks_own)
+    return Part(target, manifest)
+
+
+def delete(folder: Path) -> None:
+    """Delete a part; ended half way, it leaves nothing that looks like one."""
+    hidden = folder.with_name(f".{folder.name}.deleted")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def read(folder: Path) -> Part:
+    """The part in ``folder`` by its manifest. Raises DamagedError where that is not intact."""
+    try:
+        document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest, digest = document["manifest"], document["xxh3"]
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{MANIFEST} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(f"{MANIFEST} is damaged") from None
+    if not isinstance(manifest, dict) or digest != _digest_of(manifest):
+        raise DamagedError(f"{MANIFEST} is damaged: its digest differs")
+    if manifest["format"] != FORMAT:
+        raise DamagedError(f"its format is {manifest['format']}, this thinwire reads {FORMAT}")
+    return Part(folder, manifest)
+
+
+def verify(part: Part) -> None:
+    """Compare every file with the manifest, byte for byte by its digest. Raises DamagedError."""
+    for name, expected in part.manifest["files"].items():
+        path = part.folder / name
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                raise DamagedError(f"{name} has {size} bytes, not {expected['bytes']}")
+            if _digest(path) != expected["xxh3"]:
+                raise DamagedError(f"{name} is damaged: its digest differs")
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        except OSError as error:
+            raise DamagedError(f"{name} can't be read: {error.strerror}") from None
+
+
+def parts(ranks_own: Path) -> Iterator[Part]:
+    """The parts in a rank's folder whose manifest is intact, oldest first."""
+    for folder in step_folders(ranks_own).values():
+        try:
+            yield read(folder)
+        except DamagedError:
+            continue
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _flush(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,75 @@
+"""Which settings a resumed run may change: those that do not change what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from thinwire.train import config as configuration
+from thinwire.train import metrics
+from thinwire.train.config import Config, ConfigError
+
+_SECTIONS = ("pipeline", "link", "plan", "checkpoint")
+# data.path: another machine has the text elsewhere; its digest is compared
+_SINGLE = ("nproc", "threads", "device", "json", "data.path", "train.epochs", "train.steps")
+
+
+def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Config:
+    """The settings of the run in ``folder`` with ``given`` ones, under their dotted names, instead.
+
+    ``world_size`` is what torchrun set, None outside it. Raises ConfigError where a given one
+    would change what is trained.
+    """
+    if not (folder / metrics.CONFIG).is_file():
+        raise ConfigError(f"--resume {folder} is no run folder: it has no {metrics.CONFIG}")
+    values = configuration.read_toml(folder / metrics.CONFIG)
+    if values.get("compare"):
+        raise ConfigError(
+            f"--resume {folder} holds compared runs; resume one of them, as {folder / 'compressed'}"
+        )
+    if "out" in given:
+        raise ConfigError(f"--out doesn't go with --resume: the run stays in {folder}")
+    before = configuration.build(values)
+    for name in changed(before, configuration.build(values | given)):
+        raise ConfigError(
+            f"--{name} can't change in a resumed run, where it is {_value(before, name)}; "
+            "begin a new run for that"
+        )
+    for name in _outdated(values, given, world_size):
+        values.pop(name, None)
+    return configuration.build(values | given)
+
+
+def changed(before: Config, now: Config) -> Iterator[str]:
+    """The settings that differ though they say what is trained."""
+    for entry in configuration.settings():
+        free = entry.name in _SINGLE or entry.name.partition(".")[0] in _SECTIONS
+        if (
+            not free
+            and entry.name != "out"
+            and _value(before, entry.name) != _value(now, entry.name)
+        ):
+            yield entry.name
+
+
+def _outdated(
+    values: Mapping[str, Any], given: Mapping[str, Any], world_size: int | None
+) -> list[str]:
+    """The settings that followed from others that are given anew, and were not given themselves."""
+    nproc, stages, per_rank = "nproc", "pipeline.stages", "pipeline.stages_per_rank"
+    outdated: set[str] = set()
+    if given.get("link.transport", values.get("link.transport")) != values.get("link.transport"):
+        outdated |= {nproc, per_rank}
+    if (world_size or given.get(nproc, values.get(nproc))) != values.get(nproc):
+        outdated |= {nproc, stages, per_rank}
+    if stages in given:
+        outdated |= {per_rank}
+    if per_rank in given or "pipeline.schedule" in given:
+        outdated |= {stages, per_rank}
+    return sorted(outdated - set(given))
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)

@@ -1,0 +1,179 @@
+"""Whole training runs inside the worker pool: begun, ended in any way, and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import thinwire as tw
+from thinwire.train import check, data, disk, home, metrics
+from thinwire.train.arguments import read_train
+from thinwire.train.build import Place
+from thinwire.train.config import ConfigError
+from thinwire.train.loop import train
+from thinwire.train.stop import Stop, Stopped
+
+WORDS = [f"{a}{b}{c}" for a in "mnprt" for b in "aeiou" for c in ("k", "l", "sh")]
+TEXT = " ".join(WORDS[(7 * i * i + 3 * i) % len(WORDS)] for i in range(120))
+
+#: A few steps an epoch, so that samples are visited again, and the last batch is a short one.
+TINY = [
+    "--model.dim=16",
+    "--model.heads=2",
+    "--model.context=16",
+    "--train.batch=8",
+    "--train.epochs=4",
+    "--pipeline.microbatches=4",
+    "--link.rate=none",
+    "--threads=1",
+    "--data.validation=0.2",
+]
+
+
+class Crash(Exception):
+    """What a test ends a run with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a run ends early: asked to stop before, or crashed after so many of its steps."""
+
+    stop_at: int | None = None
+    crash_after: int | None = None
+
+
+class Ended(Stop):
+    """A ``Stop`` that ends the run as a test wants, on rank ``world_size - 1``."""
+
+    def __init__(self, ending: Ending, is_asked: bool) -> None:
+        super().__init__()
+        self.ending, self.is_asked = ending, is_asked
+
+    @contextlib.contextmanager
+    def training(self, pipeline: tw.Pipeline, folder: Path) -> Iterator[None]:
+        step, count = pipeline.step, 0
+
+        def counted(*args: Any, **kwargs: Any) -> tw.StepResult:
+            nonlocal count
+            count += 1
+            if self.ending.crash_after is not None and count > self.ending.crash_after:
+                raise Crash
+            if count == self.ending.stop_at and self.is_asked:
+                self.ask(2)
+            return step(*args, **kwargs)
+
+        pipeline.step = counted  # type: ignore[method-assign]
+        with super().training(pipeline, folder):
+            yield
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a rank's run ended, and what rank 0 showed."""
+
+    how: str  # "complete", "stopped", "crashed", or the text of a ConfigError
+    step: int | None
+    shown: str
+
+
+def run(
+    rank: int,
+    world_size: int,
+    options: list[str],
+    folder: str | dict[int, str],
+    resumed: bool = False,
+    ending: Ending = Ending(),
+) -> Outcome:
+    """Do a run in ``folder``, or in one for each rank, as one worker of it."""
+    own = Path(folder if isinstance(folder, str) else folder[rank])
+    shown = io.StringIO()
+    screen = Console(file=shown, width=200, quiet=rank != 0)
+    stop = Ended(ending, is_asked=rank == world_size - 1)
+    try:
+        _run(rank, world_size, options, own, isinstance(folder, dict), resumed, screen, stop)
+    except Stopped as stopped:
+        return Outcome("stopped", stopped.step, shown.getvalue())
+    except Crash:
+        return Outcome("crashed", None, shown.getvalue())
+    except ConfigError as error:
+        return Outcome(str(error), None, shown.getvalue())
+    return Outcome("complete", None, shown.getvalue())
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    options: list[str],
+    folder: Path,
+    apart: bool,
+    resumed: bool,
+    screen: Console,
+    stop: Stop,
+) -> None:
+    torch.set_num_threads(1)
+    words = [*options, "--resume", str(folder)] if resumed else [*options, "--out", str(folder)]
+    config = check.resolved(read_train(words)[0], world_size)
+    text = data.load(config.data, config.model.context)
+    if resumed:
+        place = home.resume(config, folder, rank, 0 if apart else rank)
+    else:
+        claimed = home.create(config) if rank == 0 else None
+        place = home.begin(config, claimed, rank, 0 if apart else rank)
+    train(config, text, Place(rank, world_size, torch.device("cpu")), place, screen, stop)
+
+
+def text_in(folder: Path) -> str:
+    """A small text to train on; returns its path."""
+    path = folder / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+#: What depends on the clock.
+TIMED = ("tokens_per_s", "step_ms", "timers_ms", "checkpoint")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """What ``metrics.jsonl`` says, times and checkpoints left out."""
+    found = [
+        {name: value for name, value in record.items() if name not in TIMED}
+        for record in metrics.read_metrics(folder)
+        if "checkpoint" not in record
+    ]
+    assert found
+    return found
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """What the summary says of losses and of traffic on the links."""
+    summary = json.loads((folder / "summary.json").read_text())
+    names = ("train_loss", "val_loss", "val_loss_codec", "steps", "epochs", "tokens", "links")
+    return {name: summary[name] for name in names}
+
+
+def digests(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
+    """The digests of files in the last checkpoint of every rank, by rank and name."""
+    found = {}
+    for ranks_own in disk.rank_folders(folder).values():
+        last = list(disk.parts(ranks_own))[-1]
+        disk.verify(last)
+        for name, file in last.manifest["files"].items():
+            if name.startswith(files):
+                found[f"{ranks_own.name}/{name}"] = file["xxh3"]
+    return found
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Two runs with the same losses, traffic, weights, optimizer state and references."""
+    assert records(one) == records(other)
+    assert results(one) == results(other)
+    files = ("model", "optimizer", "link")
+    assert digests(one, files) == digests(other, files)
