@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Storage,
         TokenLoss,
         build_schedule,
+        default_forward,
         stages_of_rank,
     )
     from thinwire.schemes import Scheme, scheme
@@ -57,6 +58,7 @@ _HOMES = {
         "Storage",
         "TokenLoss",
         "build_schedule",
+        "default_forward",
         "stages_of_rank",
     ),
     "thinwire.schemes": ("Scheme", "parse", "scheme"),
@@ -106,6 +108,7 @@ __all__ = [
     "Transport",
     "build_schedule",
     "codec",
+    "default_forward",
     "pack",
     "parse",
     "register_codec",

@@ -103,6 +103,12 @@ class LinkCounters:
         for kind in Kind:
             self.kinds[kind].add_all(state["kinds"].get(kind.name.lower(), {}))
 
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of values whose sample was remembered; None before the first value."""
+        known = sum(self.kinds[kind].values for kind in (Kind.CHANGE, Kind.RESEED, Kind.SAME))
+        return known / self.training.values if self.training.values else None
+
     def report(self) -> dict[str, Any]:
         """Plain numbers for a summary; see docs/train.md."""
         t = self.training
@@ -117,6 +123,7 @@ class LinkCounters:
             "values": t.values,
             "bits_per_value": t.bits_per_value,
             "steady_bits_per_value": self.steady.bits_per_value,
+            "hit_rate": self.hit_rate,
             "evaluation_messages": self.evaluation.messages,
             "evaluation_bytes": self.evaluation.bytes,
             "kinds": {
@@ -154,6 +161,6 @@ def sum_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
     for other in reports[1:]:
         for name in ("messages", "payload_bytes", "header_bytes", "raw_bytes", "values"):
             total[name] += other[name]
-    total["bits_per_value"] = total["steady_bits_per_value"] = None
+    total["bits_per_value"] = total["steady_bits_per_value"] = total["hit_rate"] = None
     total["kinds"] = {}
     return total

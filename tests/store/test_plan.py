@@ -71,7 +71,8 @@ UNKEPT = Visit.UNKEPT
 
 def one_by_one(keys: list[int], capacity: int, size: int = 1) -> tuple[list[Visit], set[int]]:
     """Visits of ``keys``, one a step, and who is a member at the end."""
-    members, lengths, found = Members(capacity, lambda n: n), {}, []
+    members, found = Members(capacity, lambda n: n), []
+    lengths: dict[int, int] = {}
     for key in keys:
         step = [([key], [size])]
         plan = plan_step(lengths, step, members)

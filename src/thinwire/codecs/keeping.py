@@ -23,8 +23,9 @@ from thinwire.native.delta_reference import Kept
 
 @dataclasses.dataclass(frozen=True)
 class Keeping:
-    """One way to keep references; ``how`` is what the kernels call it."""
+    """One way to keep references: its name, and what the kernels call it."""
 
+    name: str
     how: Kept
     _codec: Integer | None = None
 
@@ -86,13 +87,9 @@ class Keeping:
 
 def _integer(bits: int) -> Keeping:
     coder = Integer(bits=bits)
-    return Keeping(coder.format, coder)
+    return Keeping(f"int{bits}", coder.format, coder)
 
 
+_ALL = Keeping("fp32", torch.float32), Keeping("bf16", torch.bfloat16), _integer(8), _integer(4)
 #: By the name that ``delta(…,ref=…)`` gives them.
-KEEPINGS = {
-    "fp32": Keeping(torch.float32),
-    "bf16": Keeping(torch.bfloat16),
-    "int8": _integer(8),
-    "int4": _integer(4),
-}
+KEEPINGS = {keeping.name: keeping for keeping in _ALL}

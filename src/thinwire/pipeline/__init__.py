@@ -8,7 +8,7 @@ from thinwire.pipeline.engine import (
 )
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.pipeline import EvalResult, Pipeline, StepResult
-from thinwire.pipeline.plan import OFF, Plan
+from thinwire.pipeline.plan import OFF, Plan, default_forward
 from thinwire.pipeline.remembered import Storage
 from thinwire.pipeline.stage import PipelineStage
 
@@ -24,5 +24,6 @@ __all__ = [
     "TokenLoss",
     "build_schedule",
     "check_microbatches",
+    "default_forward",
     "stages_of_rank",
 ]

@@ -461,7 +461,9 @@ class Pipeline:
         return {
             "step": self._step,
             "counters": [counters.state() for counters in self.link_counters()],
-            "references": link_state.save_references(self._ends, folder) if references else [],
+            "references": (
+                link_state.save_references(self._remembered, folder) if references else []
+            ),
         }
 
     def restore(self, folder: Path, saved: Mapping[str, Any]) -> list[str]:
@@ -473,16 +475,21 @@ class Pipeline:
         self._step = saved["step"]
         link_state.restore_counters(self.link_counters(), saved["counters"])
         with self._failing_together():
-            without = link_state.load_references(self._ends, folder, saved["references"])
-            found = self._control.gather_setup([without, link_state.digests(self._ends)])
+            without = link_state.load_references(self._remembered, folder, saved["references"])
+            found = self._control.gather_setup(without)
+            lines = link_state.without_references({k: v for one in found for k, v in one.items()})
+            if not self._remembered.compare(self._control.gather_setup):
+                lines.append("references that differ at the two ends of a link are dropped")
             self.transport.flush(self.deadline)
-        differing = link_state.unlike([digests for _, digests in found])
-        link_state.drop_references(self._ends, differing)
-        reasons = {link: why for without, _ in found for link, why in without.items()}
-        return link_state.without_references(reasons, differing)
+        return lines
+
+    def hold(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        """Leave what another checkpoint of this rank needs untouched, until it is released."""
+        link_state.hold_references(self._remembered, folder, saved["references"])
 
     def release(self, folder: Path) -> None:
         """Say that the checkpoint in ``folder`` is about to be deleted."""
+        link_state.release_references(self._remembered, folder)
 
     # What happened.
 
@@ -506,6 +513,15 @@ class Pipeline:
         links.sort(key=lambda r: (r["edge"], r["direction"] != "forward"))
         control = [r for rank in found for r in rank if r["edge"] < 0]
         return [*links, sum_reports(control)]
+
+    def reference_reports(self) -> list[dict[str, Any]]:
+        """What all ends of all links remember, and where, as plain numbers, the same on all ranks
+        (collective); see docs/train.md."""
+        with self._failing_together():
+            mine = [{"rank": self.rank, **one} for one in self._remembered.facts()]
+            found = self._control.gather_setup(mine)
+            self.transport.flush(self.deadline)
+        return [one for rank in found for one in rank]
 
     def state_digests(self) -> dict[str, int]:
         """A hash of each link's shared state at this rank; equal at both ends of a link."""

@@ -14,15 +14,17 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from thinwire.boundary import StepPlan
 from thinwire.counters import Timers
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
 from thinwire.store import Background, ReferenceStore, SlotFiles, Tier
-from thinwire.store.tier import STEPS_IN_RAM
+from thinwire.store.tier import STEPS_IN_RAM, Traffic
 
 _LOG = logging.getLogger(__name__)
 #: Training steps between two comparisons of all that both ends hold.
@@ -78,6 +80,8 @@ class Remembered:
         self._rows, self._timers = rows, timers
         self._agreed: tuple[int, ...] | None = None
         self._steps = 0
+        #: What each checkpoint names of the stores, by the name of its folder.
+        self.pinned: dict[str, list[tuple[ReferenceStore, Mapping[str, Tensor]]]] = {}
         #: References that were dropped since the two ends differed, at this rank's ends.
         self.repairs = 0
 
@@ -270,6 +274,32 @@ class Remembered:
                 name,
                 len(keys),
             )
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each end remembers, as plain numbers; bytes on disk are of the files there."""
+        found = []
+        for name, link in self.ends:
+            for index, store in link.stores.items():
+                tier = store.tier
+                traffic = Traffic() if tier is None else tier.traffic
+                in_ram = [held.row.nbytes for held in store.everyone if held.row is not None]
+                edge, direction = name.split()
+                found.append(
+                    {
+                        "edge": int(edge),
+                        "direction": direction,
+                        "tensor": index,
+                        "role": link.role,
+                        "precision": store.keeping.name,
+                        "samples": len(store),
+                        "bytes": store.nbytes,
+                        "ram_bytes": sum(in_ram),
+                        "disk_bytes": 0 if tier is None else tier.files.nbytes,
+                        "capacity": None if store.members is None else store.members.capacity,
+                        **dataclasses.asdict(traffic),
+                    }
+                )
+        return found
 
     def close(self) -> None:
         self.background.close()

@@ -1,7 +1,4 @@
-"""What a checkpoint holds of a pipeline's links: the references of each end, in files by end.
-
-Everything about how references are stored is behind ``save_references`` and ``load_references``.
-"""
+"""What a checkpoint holds of a pipeline's links: the references of each end, in files by end."""
 
 from __future__ import annotations
 
@@ -9,119 +6,104 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from thinwire.counters import LinkCounters
-from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
+from thinwire.edge import LinkReceiver, LinkSender
+from thinwire.pipeline.remembered import Remembered
+from thinwire.store import ReferenceStore, saved
 
 Link = LinkSender | LinkReceiver
 
 
-def keyed_ends(ends: Sequence[EdgeEnd]) -> Iterator[tuple[dict[str, Any], Link]]:
-    """Each state of ``ends`` that remembers samples: where it stands, as JSON values, its link."""
-    for end in ends:
-        for link in (end.outgoing, end.incoming):
-            if not link.scheme.needs_keys:
-                continue
-            for index in link.states:
-                yield (
-                    {
-                        "edge": link.place.edge,
-                        "direction": link.place.direction.name.lower(),
-                        "tensor": index,
-                        "role": "sender" if link is end.outgoing else "receiver",
-                    },
-                    link,
-                )
+def _stores(remembered: Remembered) -> Iterator[tuple[dict[str, Any], Link, ReferenceStore]]:
+    """Every store of references: where it stands, as JSON values, its link, and it."""
+    for _, link in remembered.ends:
+        for index, store in link.stores.items():
+            where = {
+                "edge": link.place.edge,
+                "direction": link.place.direction.name.lower(),
+                "tensor": index,
+                "role": link.role,
+            }
+            yield where, link, store
 
 
-def save_references(ends: Sequence[EdgeEnd], folder: Path) -> list[dict[str, Any]]:
-    """Write the references of every end into ``folder``; returns what was written, as JSON.
+def save_references(remembered: Remembered, folder: Path) -> list[dict[str, Any]]:
+    """Write what every end remembers into ``folder``; returns what was written, as JSON.
 
-    ``keys`` counts samples, ``bytes`` those of their references, ``precision`` is their dtype.
+    Rows that lie on disk stay where they are, untouched until ``release`` of ``folder``. ``keys``
+    counts samples, ``bytes`` those of their references, ``precision`` says how they are kept.
     """
-    saved = []
-    for where, link in keyed_ends(ends):
-        tensors = _on_cpu(link.states[where["tensor"]].state_dict())
+    written = []
+    for where, link, store in _stores(remembered):
         name = "link-{edge}-{direction}-{tensor}-{role}.safetensors".format(**where)
-        save_file(tensors, folder / name)
-        values = [t for t in tensors.values() if t.is_floating_point()]
-        saved.append(
+        tensors = saved.save(store)
+        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / name)
+        remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
+        written.append(
             {
                 **where,
                 "scheme": str(link.scheme),
                 "file": name,
-                "keys": tensors["keys"].numel() if "keys" in tensors else 0,
-                "bytes": sum(t.nbytes for t in values),
-                "precision": " ".join(
-                    sorted({str(t.dtype).removeprefix("torch.") for t in values})
-                ),
+                "keys": len(store),
+                "bytes": store.nbytes,
+                "precision": store.keeping.name,
             }
         )
-    return saved
+    return written
 
 
 def load_references(
-    ends: Sequence[EdgeEnd], folder: Path, saved: Sequence[Mapping[str, Any]]
+    remembered: Remembered, folder: Path, written: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Give every end the references that ``save_references`` wrote of it.
+    """Give every end what ``save_references`` wrote of it.
 
     Returns why some begin without: the reason by link.
     """
-    by_place = {_place_of(one): one for one in saved}
+    by_place = {_place_of(one): one for one in written}
     without = {}
-    for where, link in keyed_ends(ends):
+    for where, link, store in _stores(remembered):
         one = by_place.get(_place_of(where))
         if one is None:
             without[link_name(where)] = "the checkpoint holds none"
         elif one["scheme"] != str(link.scheme):
             without[link_name(where)] = f"they were of {one['scheme']}, not of {link.scheme}"
         else:
-            found = load_file(folder / one["file"])
-            values = {
-                k: t.to(link.device) if t.is_floating_point() else t for k, t in found.items()
-            }
-            link.states[where["tensor"]].load_state_dict(values)
+            tensors = load_file(folder / one["file"])
+            try:
+                saved.restore(store, tensors)
+            except ValueError as error:
+                without[link_name(where)] = str(error)
+            else:
+                remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
     return without
 
 
-def digests(ends: Sequence[EdgeEnd]) -> dict[str, dict[str, int]]:
-    """A hash of the references of each end, by link and tensor, then by role."""
-    found: dict[str, dict[str, int]] = {}
-    for where, link in keyed_ends(ends):
-        state = link.states[where["tensor"]]
-        found.setdefault(_key(where), {})[where["role"]] = state.digest()
-    return found
+def hold_references(
+    remembered: Remembered, folder: Path, written: Sequence[Mapping[str, Any]]
+) -> None:
+    """Leave rows untouched that another checkpoint, in ``folder``, names."""
+    by_place = {_place_of(one): one for one in written}
+    for where, _, store in _stores(remembered):
+        one = by_place.get(_place_of(where))
+        if one is not None:
+            tensors = load_file(folder / one["file"])
+            saved.hold(store, tensors)
+            remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
 
 
-def unlike(found: Sequence[Mapping[str, Mapping[str, int]]]) -> set[str]:
-    """The keys of all ranks' ``digests`` under which the two ends differ."""
-    by_key: dict[str, set[int]] = {}
-    for rank in found:
-        for key, roles in rank.items():
-            by_key.setdefault(key, set()).update(roles.values())
-    return {key for key, values in by_key.items() if len(values) > 1}
+def release_references(remembered: Remembered, folder: Path) -> None:
+    """The checkpoint in ``folder`` is gone: rows that only it names may be written over."""
+    for store, tensors in remembered.pinned.pop(_token(folder), []):
+        saved.release(store, tensors)
 
 
-def drop_references(ends: Sequence[EdgeEnd], keys: set[str]) -> None:
-    """Let the ends with these keys start anew, without references."""
-    for where, link in keyed_ends(ends):
-        if _key(where) in keys:
-            fresh = link.scheme.sender() if where["role"] == "sender" else link.scheme.receiver()
-            link.states[where["tensor"]] = fresh  # type: ignore[assignment]
-
-
-def without_references(reasons: Mapping[str, str], differing: set[str]) -> list[str]:
-    """A line for each reason why links begin without references: ``reasons`` by link, and the keys
-    under which the two ends differ.
-    """
+def without_references(reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason why links begin without references; ``reasons`` by link."""
     links_of: dict[str, list[str]] = {}
     for link, why in sorted(reasons.items()):
         links_of.setdefault(why, []).append(link)
-    if differing:
-        links_of["those of its two ends differ"] = sorted(differing)
     return [
         f"references of {', '.join(links)} are dropped ({why}): samples are sent as first visits"
         for why, links in links_of.items()
@@ -145,15 +127,10 @@ def link_name(where: Mapping[str, Any]) -> str:
     return f"{where['direction']} {first}→{second}"
 
 
-def _key(where: Mapping[str, Any]) -> str:
-    return f"{link_name(where)} {where['tensor']}"
-
-
 def _place_of(where: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(where[name] for name in ("edge", "direction", "tensor", "role"))
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) == len(state), "a scheme's state holds plain tensors"
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+def _token(folder: Path) -> str:
+    """What a checkpoint's folder is called once it is complete; until then a dot precedes it."""
+    return folder.name.removeprefix(".")

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.train import data, model
-from thinwire.train.config import Config, ConfigError, TrainConfig, link_latency, link_rate
+from thinwire.train import data, model, storage
+from thinwire.train.config import (
+    BY_EPOCHS,
+    Config,
+    ConfigError,
+    TrainConfig,
+    link_latency,
+    link_rate,
+)
 
 QUICK_TRAIN, QUICK_VALIDATION = 256, 64  # samples that --quick uses
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its rank, the number of processes, and its device."""
+    """Where this process stands: its rank, the number of processes, its device, and how many of
+    the processes are on this machine."""
 
     rank: int
     world_size: int
     device: torch.device
+    local_world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     busy_s: Callable[[], float] | None  # how long the emulated link was busy sending
     text_sha256: str
+    remembered: str | None  # what this rank will remember, and where
 
     @property
     def steps_per_epoch(self) -> int:
@@ -65,8 +77,23 @@ class Run:
         return math.ceil(self.steps / self.steps_per_epoch)
 
 
-def build(config: Config, text: data.Text, place: Place) -> Run:
-    """Cut the text, and build this rank's stages, its pipeline and its optimizer."""
+def planned(config: Config, text: data.Text) -> Config:
+    """``config`` with the forward scheme that suits the number of epochs, if none was chosen."""
+    if config.plan.forward != BY_EPOCHS:
+        return config
+    training, _ = cut(config, text)
+    parts = config.pipeline.microbatches
+    epoch = max(1, data.steps_per_epoch(len(training), config.train.batch, parts))
+    epochs = config.train.epochs if config.train.steps is None else config.train.steps / epoch
+    plan = dataclasses.replace(config.plan, forward=tw.default_forward(epochs))
+    return dataclasses.replace(config, plan=plan)
+
+
+def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
+    """Cut the text, and build this rank's stages, its pipeline and its optimizer.
+
+    ``own``: the folder of this rank alone, which need not be there yet.
+    """
     training, validation = cut(config, text)
     if len(training) < config.pipeline.microbatches:
         raise ConfigError(
@@ -74,6 +101,8 @@ def build(config: Config, text: data.Text, place: Place) -> Run:
             f"{config.pipeline.microbatches} micro-batches of a step; give more text or lower "
             "--model.context"
         )
+    need = storage.need_of(config, place.rank, len(training))
+    kept = storage.storage_of(config, need, own / "references", place.local_world_size)
     transport, busy_s = build_transport(config)
     stages = build_stages(config, place)
     return Run(
@@ -82,10 +111,11 @@ def build(config: Config, text: data.Text, place: Place) -> Run:
         training,
         validation,
         stages,
-        build_pipeline(config, place, stages, transport),
+        build_pipeline(config, place, stages, transport, kept),
         build_optimizer(config.train, stages),
         busy_s,
         text.sha256,
+        storage.sentence(config, need, kept, stages, place.device),
     )
 
 
@@ -125,7 +155,11 @@ def build_stages(config: Config, place: Place) -> list[model.Stage]:
 
 
 def build_pipeline(
-    config: Config, place: Place, stages: list[model.Stage], transport: tw.Transport
+    config: Config,
+    place: Place,
+    stages: list[model.Stage],
+    transport: tw.Transport,
+    references: tw.Storage,
 ) -> tw.Pipeline:
     """torch's schedule over our stages, with the plan of the configuration on every link."""
     rows = rows_of_microbatch(config)
@@ -158,6 +192,7 @@ def build_pipeline(
         first_deadline=config.pipeline.first_deadline,
         window=config.pipeline.window,
         tied=None if shared is None else {"embedding": shared},
+        references=references,
     )
 
 

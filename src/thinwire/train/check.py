@@ -13,11 +13,13 @@ from pathlib import Path
 
 from thinwire.spec import nearest
 from thinwire.train.config import (
+    BY_EPOCHS,
     Config,
     ConfigError,
     link_latency,
     link_rate,
     one_line,
+    parse_size,
     settings,
 )
 from thinwire.train.size import check_size
@@ -53,6 +55,9 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     _check_pipeline(config)
     link_rate(config.link)
     link_latency(config.link)
+    for name, size in (("ref.budget", config.ref.budget), ("ref.disk", config.ref.disk)):
+        if size is not None:
+            parse_size(size, name)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         close = nearest(config.device, ("cpu", "cuda"))
         raise ConfigError(f"--device: unknown device '{config.device}'{close}")
@@ -187,15 +192,17 @@ def check_plan(config: Config) -> None:
 
     import thinwire as tw
 
-    for direction in ("forward", "backward"):
-        spec = getattr(config.plan, direction)
+    forward, backward = config.plan.forward, config.plan.backward
+    if forward == BY_EPOCHS:  # by the text, which is not read yet; either default is well-formed
+        forward = "tile"
+    for direction, spec in (("forward", forward), ("backward", backward)):
         try:
             if spec != "off":
                 tw.scheme(spec)
         except tw.SpecError as error:
             raise ConfigError(f"--{direction}: {one_line(error)}") from None
     try:
-        tw.Plan(forward=config.plan.forward, backward=config.plan.backward)
+        tw.Plan(forward=forward, backward=backward)
     except tw.SpecError as error:
         raise ConfigError(f"--forward, --backward: {one_line(error)}") from None
     if config.device.startswith("cuda") and not torch.cuda.is_available():

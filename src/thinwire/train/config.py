@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -20,6 +21,7 @@ from typing import Any
 from thinwire.network.emulate import parse_latency, parse_rate
 from thinwire.spec import nearest
 
+BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
 
 
@@ -86,8 +88,21 @@ class LinkConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    forward: str = setting("delta(int4)", "codec or scheme of the activations")
+    forward: str = setting(
+        BY_EPOCHS,
+        "codec or scheme of the activations; default: delta(int4) from 3 epochs on, else tile",
+    )
     backward: str = setting("int8", "codec or scheme of the gradients")
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    budget: str | None = setting(
+        None, "RAM of a rank for references, as 2gb, the rest on disk; none: all in RAM"
+    )
+    disk: str | None = setting(
+        None, "disk of a rank for references, as 10gb; none: as much as they take"
+    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class Config:
     train: TrainConfig = TrainConfig()
     link: LinkConfig = LinkConfig()
     plan: PlanConfig = PlanConfig()
+    ref: RefConfig = RefConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     nproc: int | None = setting(
@@ -321,6 +337,23 @@ def link_latency(link: LinkConfig) -> float:
     except ValueError as error:
         raise ConfigError(f"link.latency: {one_line(error)}") from None
     return 0.0 if link_rate(link) is None else latency
+
+
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+)((?:[kmgt]i?)?)b")
+_FACTORS = {"": 1, **{prefix: 1000 ** (k + 1) for k, prefix in enumerate("kmgt")}}
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes from ``2gb``, ``500 MB``, ``1gib``; raises ConfigError that names the setting."""
+    match = _SIZE.fullmatch("".join(text.split()).lower())
+    if match is None:
+        raise ConfigError(f"{name}: '{text}' is no size; write 500mb, 2gb or 1gib")
+    prefix = match[2].removesuffix("i")
+    factor = _FACTORS[prefix] if prefix == match[2] else 1024 ** (1 + "kmgt".index(prefix))
+    size = float(match[1]) * factor
+    if not 1 <= size < 2**60:
+        raise ConfigError(f"{name} is {text}; it must be at least a byte, and below 2^60")
+    return int(size)
 
 
 def one_line(error: BaseException) -> str:

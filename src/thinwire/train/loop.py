@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from thinwire.train import data
+from thinwire.train import data, disk
 from thinwire.train.build import Place, Run, build
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config, TrainConfig
@@ -32,10 +32,12 @@ def train(
 
     Raises Stopped, with a checkpoint saved, if ``stop`` was asked for.
     """
-    run = build(config, text, place)
+    run = build(config, text, place, disk.rank_folder(home.parts, place.rank))
     own_folder = home.folder if place.rank == 0 else None
     counts = len(run.training), len(run.validation)
     screen.print(opening(config, text, *counts, run.steps), soft_wrap=True, markup=False)
+    if run.remembered is not None:
+        screen.print(run.remembered, soft_wrap=True, markup=False)
     torch.manual_seed(config.train.seed)  # for dropout; nothing that two ranks share
     progress = resume(run, home, screen) if home.resumed else Progress()
     home.keep(config, steps=run.steps)

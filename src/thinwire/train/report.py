@@ -17,6 +17,7 @@ from rich.text import Text as Line
 from thinwire.train.config import Config
 from thinwire.train.data import Text
 from thinwire.train.model import parameter_count
+from thinwire.train.storage import slow_disk
 
 _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns
 _REFRESH_S = 0.2
@@ -126,12 +127,26 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
         f"{summary['val_loss_codec']:.4f} with it on",
         soft_wrap=True,
     )
+    if bits := bits_sentence(summary):
+        screen.print(bits, soft_wrap=True, markup=False)
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
+    if line := slow_disk(summary["references"], summary["train_s"]):
+        screen.print(line, soft_wrap=True, markup=False)
     if summary["links"]:
         screen.print(compression_sentence(summary["cpu"]), soft_wrap=True, markup=False)
     if note := first_visits_only(summary):
         screen.print(note, soft_wrap=True, markup=False)
     screen.print(f"run folder: {folder}", soft_wrap=True, markup=False)
+
+
+def bits_sentence(summary: dict[str, Any]) -> str | None:
+    """Average bits over the whole run, and how many visits were of remembered samples."""
+    bits = {d: b for d, b in summary["bits_per_value"].items() if b is not None}
+    if not bits:
+        return None
+    text = "Over the whole run: " + ", ".join(f"{b:.2f} bits a value {d}" for d, b in bits.items())
+    rates = [link["hit_rate"] for link in summary["links"] if link["hit_rate"]]
+    return f"{text}; {100 * min(rates):.0f} % of visits remembered." if rates else f"{text}."
 
 
 def compression_sentence(cpu: list[dict[str, float]]) -> str:

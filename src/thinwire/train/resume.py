@@ -143,6 +143,9 @@ def _read_own(run: Run, choice: Choice) -> tuple[Progress, list[str]]:
     progress = load_file(part.folder / PROGRESS_FILE)
     set_generator_states(progress, run.place.device)
     lines = run.pipeline.restore(part.folder, part.manifest["pipeline"])
+    for other in disk.parts(part.folder.parent):
+        if other.folder != part.folder:  # what an older checkpoint needs stays until it is deleted
+            run.pipeline.hold(other.folder, other.manifest["pipeline"])
     steps_ms = tuple(progress["steps_ms"].tolist())
     return Progress(choice.key.step, part.manifest["journal"], steps_ms), lines
 

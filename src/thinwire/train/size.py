@@ -47,6 +47,18 @@ def physical_memory() -> int | None:
         return None
 
 
+def available_memory() -> int | None:
+    """Bytes of RAM that processes can still take; all of it where the system doesn't tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123  no file of ours
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return 1024 * int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return physical_memory()
+
+
 def _parameters(config: Config) -> int:
     model = config.model
     embeddings = (_VOCABULARY * (1 if model.tied else 2) + model.context) * model.dim

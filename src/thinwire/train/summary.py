@@ -41,6 +41,8 @@ def summarise(
         "epochs": epochs,
         "tokens": journal.tokens,
         "links": links,
+        "bits_per_value": {d: mean_bits(links, d) for d in ("forward", "backward")},
+        "references": pipeline.reference_reports(),
         "control": control,
         "bound": {
             **dataclasses.asdict(costs),
@@ -62,6 +64,15 @@ def summarise(
         "versions": versions(),
         "config": dataclasses.asdict(config),
     }
+
+
+def mean_bits(links: list[dict[str, Any]], direction: str) -> float | None:
+    """Bits a value over the whole run, first visits and headers included, of all links one way."""
+    some = [link for link in links if link["direction"] == direction and link["values"]]
+    if not some:
+        return None
+    sent = sum(link["payload_bytes"] + link["header_bytes"] for link in some)
+    return 8 * sent / sum(link["values"] for link in some)
 
 
 def cpu_costs(per_rank: list[dict[str, float]], steps: int) -> list[dict[str, float]]:

@@ -25,13 +25,14 @@ from rich.console import Console
 
 import thinwire as tw
 from thinwire.train import check, data, home, metrics, report
-from thinwire.train.build import Place
+from thinwire.train.build import Place, planned
 from thinwire.train.config import (
     CheckpointConfig,
     Config,
     ConfigError,
     DataConfig,
     PlanConfig,
+    RefConfig,
     one_line,
     to_toml,
 )
@@ -115,6 +116,7 @@ def run_under_torchrun(config: Config, resume_from: Path | None) -> int:
             )
         complete = check.resolved(config, start.world_size)
         check.check_plan(complete)
+        complete = planned(complete, data.load(config.data, config.model.context))
         folder = resume_from
         if folder is None and start.rank == 0:
             check.check_out(complete)
@@ -202,7 +204,8 @@ def _run(config: Config, folder: Path | None, resumed: bool, start: Start) -> No
     # on any error torch logs the whole schedule, page after page; the error itself says more
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     torch.set_num_threads(config.threads or default_threads(config, start.local_world_size))
-    place = Place(start.rank, start.world_size, _device(config.device, start.local_rank))
+    device = _device(config.device, start.local_rank)
+    place = Place(start.rank, start.world_size, device, start.local_world_size)
     text = data.load(config.data, config.model.context)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     screen = report.console(to_stderr=config.json, quiet=start.rank != 0)
@@ -262,6 +265,7 @@ def _agree(config: Config, text: data.Text) -> None:
         device="cpu",
         data=DataConfig(seed=config.data.seed),
         checkpoint=CheckpointConfig(config.checkpoint.every),
+        ref=RefConfig(),
     )
     digests = [hashlib.sha256(to_toml(shared).encode()).digest(), bytes.fromhex(text.sha256)]
     own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
