@@ -72,7 +72,7 @@ def mean_bits(links: list[dict[str, Any]], direction: str) -> float | None:
     if not some:
         return None
     sent = sum(link["payload_bytes"] + link["header_bytes"] for link in some)
-    return 8 * sent / sum(link["values"] for link in some)
+    return float(8 * sent / sum(link["values"] for link in some))
 
 
 def cpu_costs(per_rank: list[dict[str, float]], steps: int) -> list[dict[str, float]]:
