@@ -23,6 +23,13 @@ CASES = {
     "dropout": (2, "--model.dropout=0.2 --forward=bf16"),
     "two stages a rank": (2, "--pipeline.schedule=ZBV --forward=raw --backward=raw"),
     "torch's own operations": (2, "--forward=off --backward=off"),
+    "fp32 on disk": (2, "--forward=delta(int4,ref=fp32) --ref.budget=26kb"),
+    "bf16 on disk": (2, "--forward=delta(int3,ref=bf16) --ref.budget=14kb"),
+    "int8 on disk": (2, "--ref.budget=7kb"),
+    "int4 on disk": (2, "--forward=delta(int4,first=int6,ref=int4) --ref.budget=4kb"),
+    "bounded on disk": (2, "--ref.budget=7kb --ref.disk=12kb"),
+    "four stages on disk": (4, "--backward=delta(int4) --ref.budget=30kb"),
+    "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }
 
 

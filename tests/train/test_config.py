@@ -16,7 +16,7 @@ from thinwire.train.config import Config, ConfigError
 def test_no_arguments_give_the_documented_defaults() -> None:
     resolved = check.resolved(read_arguments([]))
     assert (resolved.nproc, resolved.num_stages, resolved.pipeline.microbatches) == (2, 2, 8)
-    assert (resolved.plan.forward, resolved.plan.backward) == ("delta(int4)", "int8")
+    assert (resolved.plan.forward, resolved.plan.backward) == ("default", "int8")
     assert (resolved.link.rate, resolved.link.transport) == ("100mbit", "gloo")
 
 
