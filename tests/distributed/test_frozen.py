@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,9 +100,8 @@ class Trainer:
             self.modules[index] = Counted(stage)
         self.stages, schedule, _ = build(rank, world_size, case, dict(self.modules))
         plan = tw.Plan(case.forward, case.backward)
-        self.pipeline = tw.Pipeline(
-            schedule, self.stages, plan, transport=transport_of(case), deadline=20, **kwargs
-        )
+        kwargs = {"transport": transport_of(case), "deadline": 20, **kwargs}
+        self.pipeline = tw.Pipeline(schedule, self.stages, plan, **kwargs)
         self.first = any(s.is_first for s in self.stages)
         self.last = any(s.is_last for s in self.stages)
         parameters = [p for s in self.stages for p in s.submod.parameters() if p.requires_grad]
@@ -110,7 +111,11 @@ class Trainer:
         self.sent: list[dict[str, tuple[int, int, int]]] = []
 
     def step(
-        self, ids: Iterable[int], lengths: Tensor | None = None, changed: Tensor | None = None
+        self,
+        ids: Iterable[int],
+        lengths: Tensor | None = None,
+        changed: Tensor | None = None,
+        next_ids: Iterable[int] | None = None,
     ) -> None:
         """One step; ``changed``: other inputs than those that belong to the ids."""
         numbers, x, y = samples(ids)
@@ -121,6 +126,8 @@ class Trainer:
             longest = int(lengths.max())
             x, y = x[:, :longest].contiguous(), y[:, :longest].contiguous()
         given = {"sample_ids": numbers, "lengths": lengths} if self.first else {}
+        if next_ids is not None and self.first:
+            given["next_sample_ids"] = torch.tensor(list(next_ids))
         inputs = (x,) if self.first else ()
         result = self.pipeline.step(*inputs, target=y if self.last else None, **given)
         self.losses.append(result.loss)
@@ -271,6 +278,16 @@ def disagreeing(rank: int, world_size: int, case: Case) -> None:
 def test_ranks_that_disagree_on_skipping_are_refused(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="rank 1 has skip_frozen False, rank 0 True"):
         pool.run(disagreeing, Case(frozen=1), world_size=2)
+
+
+def test_weights_behind_frozen_stages_get_their_gradients_under_all_schedules(pool: Pool) -> None:
+    # torch's split backward loses them where a stage's inputs need no gradient
+    found = []
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV"):
+        case = Case(name, 4, forward="raw", backward="raw", frozen=1)
+        found.append(pool.run(train, case, world_size=2)[0].losses)
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert found[2] == pytest.approx(found[0], abs=1e-5)
 
 
 # What is not constant.
@@ -425,6 +442,24 @@ def test_samples_that_are_not_remembered_are_sent_again(pool: Pool) -> None:
     assert first.losses == second.losses
 
 
+def on_disk(rank: int, world_size: int, folder: str | None) -> Any:
+    case = Case("Interleaved1F1B", 2, forward=EXACT, backward="int8", frozen=1)
+    storage = None
+    if folder is not None:
+        storage = tw.Storage(ram=4 * LENGTH * DIM * 3 * BATCH, folder=Path(folder, str(rank)))
+    trainer = Trainer(rank, world_size, case, references=storage)
+    steps = epochs(3)
+    for ids, next_ids in zip(steps, [*steps[1:], None], strict=True):
+        trainer.step(ids, next_ids=next_ids)
+    return trainer.found()
+
+
+def test_what_rests_may_be_remembered_on_disk(pool: Pool, tmp_path: Path) -> None:
+    disk = pool.run(on_disk, str(tmp_path), world_size=2)
+    assert alike(disk, pool.run(on_disk, None, world_size=2))
+    assert disk[0].calls[0][-1] == 12
+
+
 def evaluated(rank: int, world_size: int) -> Any:
     case = Case("Interleaved1F1B", 4, forward="delta(int4)", backward="int8", frozen=2)
     trainer = Trainer(rank, world_size, case)
@@ -498,3 +533,46 @@ def test_a_stage_that_is_unfrozen_before_the_first_step_is_refused(pool: Pool) -
     for error in found:
         assert error.type_name == "ValueError"
         assert "now it has parameters to train: make a new pipeline" in error.message
+
+
+# While others are at work.
+
+
+class Late(nn.Module):
+    """A last stage that takes its time from the second step on, or fails there."""
+
+    def __init__(self, stage: nn.Module, fails: bool) -> None:
+        super().__init__()
+        self.stage, self.fails, self.calls = stage, fails, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            time.sleep(0.4)
+            if self.fails:
+                raise ValueError("this stage has had enough")
+        y: Tensor = self.stage(x)
+        return y
+
+
+def behind(rank: int, world_size: int, fails: bool) -> Any:
+    case = Case("1F1B", 2, forward=EXACT, backward="int8", frozen=1)
+    trainer = Trainer(rank, world_size, case, deadline=1)
+    if rank == 1:
+        trainer.modules[1].stage = Late(trainer.modules[1].stage, fails)
+    for _ in range(2):
+        trainer.step(range(8))
+    return trainer.found().losses
+
+
+def test_a_stage_at_rest_waits_for_the_whole_step_of_the_others(pool: Pool) -> None:
+    # 1.6 s without a message, with a deadline of 1 s a message
+    first, second = pool.run(behind, False, world_size=2)
+    assert first == second
+
+
+def test_a_stage_at_rest_hears_of_a_failure(pool: Pool) -> None:
+    found = pool.run(behind, True, world_size=2, raises=False)
+    assert found[0].type_name == "PeerAborted"
+    assert "this stage has had enough" in found[0].message
+    assert found[0].seconds < 20
