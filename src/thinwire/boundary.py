@@ -44,16 +44,23 @@ class Boundary:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """What both ends know of one micro-batch: its rows, their samples and valid positions."""
+    """What both ends know of one micro-batch: its rows, their samples and valid positions.
+
+    ``known``: all its rows have the inputs that they had at their samples' last visits.
+    """
 
     rows: int
     keys: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
+    known: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What both ends know of a step before anything is posted; ``next_keys``: of the next one."""
+    """What both ends know of a step before anything is posted; ``next_keys``: of the next one.
+
+    ``frozen``: so many stages, from the first on, compute the same at each visit of a sample.
+    """
 
     step: int
     train: bool
@@ -62,6 +69,7 @@ class StepPlan:
     codec: bool = True  # False: evaluation on exact values
     seed: int = 0
     next_keys: tuple[int, ...] | None = None
+    frozen: int = 0
 
     @property
     def keys(self) -> tuple[int, ...]:

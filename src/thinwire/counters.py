@@ -53,7 +53,8 @@ _SUMS = ("training", "steady", "evaluation")  # fields of LinkCounters
 class LinkCounters:
     """One directed link's sums: training, evaluation, and training without first visits.
 
-    ``kinds`` has those of training by number of the kind.
+    ``kinds`` has those of training by number of the kind. ``rested``: micro-batches of training for
+    which nothing was sent, since the receiver remembers them.
     """
 
     edge: int
@@ -63,6 +64,7 @@ class LinkCounters:
     steady: Tally = dataclasses.field(default_factory=Tally)
     evaluation: Tally = dataclasses.field(default_factory=Tally)
     kinds: list[Tally] = dataclasses.field(default_factory=lambda: [Tally() for _ in Kind])
+    rested: int = 0
 
     def count(self, sections: list[Section], total: int, values: list[int], train: bool) -> None:
         """Count one message: its sections, all its bytes, and the values in each section."""
@@ -117,6 +119,7 @@ class LinkCounters:
             "direction": self.direction,
             "codec": self.codec,
             "messages": t.messages,
+            "rested": self.rested,
             "payload_bytes": t.payload_bytes,
             "header_bytes": t.header_bytes,
             "raw_bytes": t.raw_bytes,

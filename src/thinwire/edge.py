@@ -65,6 +65,8 @@ class _Link(ABC):
         self.scheme, self.boundaries = scheme, list(boundaries)
         self.timers, self.names, self.device = timers, names, device
         self.plan = StepPlan(0, False, ())
+        #: Micro-batches of the step that are not sent: the receiver remembers them.
+        self.resting: frozenset[int] = frozenset()
         self.states: Mapping[int, Sender | Receiver] = {}
         self._visits: dict[tuple[int, int, tuple[int, ...]], Visit] = {}
         self._most: dict[tuple[Any, ...], int] = {}
@@ -101,10 +103,16 @@ class _Link(ABC):
         """Gradients exist only of tensors that ask for one."""
         return self.place.direction == Direction.FORWARD or boundary.requires_grad
 
+    @functools.cached_property
+    def silent(self) -> bool:
+        """Whether nothing travels here: no message is sent, and none is awaited."""
+        return not any(map(self.travels, self.boundaries))
+
     def begin_step(self, plan: StepPlan) -> None:
         """Take the step's plan; in training, the states learn what will be sent."""
         self.plan = plan
         self._visits.clear()
+        self.resting = frozenset()
         if not plan.train:
             return
         for boundary in self.boundaries:
@@ -113,8 +121,18 @@ class _Link(ABC):
                 shapes = [boundary.shape_for(mb.rows, plan.seq_len) for mb in plan.microbatches]
                 visits = [self.visit(boundary, k, shape) for k, shape in enumerate(shapes)]
                 state.begin_step(visits)
-                if len(self.boundaries) == 1 and self.device.type == "cpu":
-                    self._foresee(state, visits, shapes, boundary.dtype)
+                if len(self.boundaries) == 1:
+                    self.resting = self._at_rest(state)
+                    if self.device.type == "cpu":
+                        self._foresee(state, visits, shapes, boundary.dtype)
+
+    def _at_rest(self, state: Sender | Receiver) -> frozenset[int]:
+        """The micro-batches for which the stages before this link would compute what both ends
+        remember."""
+        if self.place.direction == Direction.BACKWARD or self.place.edge >= self.plan.frozen:
+            return frozenset()
+        parts = enumerate(self.plan.microbatches)
+        return frozenset(k for k, mb in parts if mb.known and state.remembers(k))
 
     def _foresee(
         self,
@@ -125,7 +143,7 @@ class _Link(ABC):
     ) -> None:
         """Get ready for the messages of the step that both ends foresee."""
         for k, (visit, shape) in enumerate(zip(visits, shapes, strict=True)):
-            foreseen = state.foresee(k, visit, shape, dtype)
+            foreseen = None if k in self.resting else state.foresee(k, visit, shape, dtype)
             if foreseen is not None:
                 head = frame.head(self.place_of(k), 1, foreseen.entry, foreseen.form.nbytes)
                 self._prepare(k, foreseen, head)
@@ -245,11 +263,16 @@ class LinkSender(_Link):
         self._drafts.clear()
         super().begin_step(plan)
         self.flagged = ""
-        self._unsent = set(range(len(plan.microbatches)))
+        self._unsent = set() if self.silent else set(range(len(plan.microbatches))) - self.resting
         self.timers.encode_s += time.thread_time() - start
 
     def send(self, microbatch: int, tensors: Sequence[Tensor | None]) -> None:
         """Encode and send one micro-batch's tensors; returns without waiting for the link."""
+        if self.silent:
+            return
+        if microbatch in self.resting:
+            self.counters.rested += 1
+            return
         start = time.thread_time()
         if len(tensors) != len(self.boundaries):
             raise ValueError(
@@ -423,6 +446,9 @@ class LinkReceiver(_Link):
     def post(self, until: int) -> None:
         """Announce the messages up to micro-batch ``until``."""
         while self._next <= until and self._next < len(self.plan.microbatches):
+            if self.silent or self._next in self.resting:
+                self._next += 1
+                continue
             size = self.max_bytes(self._next)
             try:
                 handle = self.transport.post_receive(self.peer, self.channel + self._next, size)
@@ -431,14 +457,20 @@ class LinkReceiver(_Link):
             self._handles[self._next] = handle
             self._next += 1
 
-    def receive(self, microbatch: int) -> list[Tensor | None]:
+    def receive(self, microbatch: int, wanted: bool = True) -> list[Tensor | None]:
         """One micro-batch's tensors, in order of the boundary; None for an absent gradient.
+
+        ``wanted``: whether anybody will read them; what rests is None otherwise.
 
         Raises LinkError if they do not arrive in time or do not fit, PeerAborted with the other
         stage's reason if it gave up.
         """
         if self._next < len(self.plan.microbatches):
             self.post(microbatch + self.window - 1)
+        if self.silent:
+            return [None] * len(self.boundaries)
+        if microbatch in self.resting:
+            return [self._recall(self.boundaries[0], microbatch) if wanted else None]
         start = time.perf_counter()
         handle = self._handles.pop(microbatch)
         try:
@@ -454,6 +486,15 @@ class LinkReceiver(_Link):
         self.transport.release(handle)  # what was decoded holds no part of it
         self.timers.decode_s += time.thread_time() - arrived
         return tensors
+
+    def _recall(self, boundary: Boundary, microbatch: int) -> Tensor:
+        """What this end remembers of a micro-batch that rests."""
+        start = time.thread_time()
+        shape = boundary.shape_for(self.plan.microbatches[microbatch].rows, self.plan.seq_len)
+        visit = self.visit(boundary, microbatch, shape)
+        x = self.states[boundary.index].recall(visit, shape, boundary.dtype)
+        self.timers.decode_s += time.thread_time() - start
+        return x.to(self.device)
 
     def _prepare(self, microbatch: int, foreseen: Foreseen, head: bytes) -> None:
         # the tensor too: many at once cost much less than each between two computations

@@ -64,6 +64,7 @@ class Case:
     lengths: bool = False
     lr: float = 0.05
     seed: int = 0
+    frozen: int = 0  # stages, from the first on
 
 
 @dataclasses.dataclass
@@ -89,14 +90,19 @@ def batch(step: int, rows: int = BATCH, length: int = LENGTH) -> tuple[Tensor, T
     return ids, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def boundary(index: int, count: int, rows: int, length: int = LENGTH) -> dict[str, Tensor]:
-    """Meta example tensors of a stage."""
-    hidden = torch.empty(rows, length, DIM, device="meta", requires_grad=True)
+def boundary(
+    index: int, count: int, rows: int, length: int = LENGTH, frozen: int = 0
+) -> dict[str, Tensor]:
+    """Meta example tensors of a stage, of which the first ``frozen`` are."""
+
+    def hidden(edge: int) -> Tensor:
+        return torch.empty(rows, length, DIM, device="meta", requires_grad=edge >= frozen)
+
     tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
     logits = torch.empty(rows, length, VOCAB, device="meta", requires_grad=True)
     return {
-        "input_args": tokens if index == 0 else hidden,
-        "output_args": logits if index == count - 1 else hidden,
+        "input_args": tokens if index == 0 else hidden(index - 1),
+        "output_args": logits if index == count - 1 else hidden(index),
     }
 
 
@@ -108,8 +114,8 @@ def build(
     rows = -(-BATCH // case.microbatches)
     stages = []
     for index in tw.stages_of_rank(case.schedule, rank, world_size, case.num_stages):
-        module = (modules or {}).get(index) or Stage(index, case.num_stages)
-        example: dict[str, Any] = boundary(index, case.num_stages, rows)
+        module = (modules or {}).get(index) or Stage(index, case.num_stages, index < case.frozen)
+        example: dict[str, Any] = boundary(index, case.num_stages, rows, frozen=case.frozen)
         if case.transport == "stock":  # torch builds its buffers from real tensors' metadata
             example = {
                 k: torch.zeros(v.shape, dtype=v.dtype, requires_grad=v.requires_grad)

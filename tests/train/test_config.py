@@ -36,6 +36,18 @@ def test_short_options_name_the_same_settings() -> None:
     assert short == long
 
 
+def test_skipping_frozen_stages_is_on_and_can_be_switched_off() -> None:
+    assert read_arguments([]).pipeline.skip_frozen
+    assert not read_arguments(["--skip-frozen", "false"]).pipeline.skip_frozen
+    assert not read_arguments(["--pipeline.skip_frozen=false"]).pipeline.skip_frozen
+
+
+def test_a_model_of_which_nothing_would_be_trained_is_refused() -> None:
+    assert check.resolved(read_arguments(["--train.frozen", "4"])).train.frozen == 4
+    with pytest.raises(ConfigError, match=r"train\.frozen is 5 but model\.layers 4: nothing would"):
+        check.resolved(read_arguments(["--train.frozen", "5"]))
+
+
 def test_a_config_file_may_follow_a_flag(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\nsteps = 7\n")

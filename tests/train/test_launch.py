@@ -43,6 +43,7 @@ LINK_KEYS = {
     "direction",
     "codec",
     "messages",
+    "rested",
     "payload_bytes",
     "header_bytes",
     "raw_bytes",
@@ -156,6 +157,38 @@ def test_four_stages_of_a_v_schedule_train_with_a_tied_head(tmp_path: Path) -> N
     run(*TINY, *reference, "--link.transport", "memory", "--out", "plain", cwd=tmp_path)
     zbv, plain = summary_of(tmp_path / "zbv"), summary_of(tmp_path / "plain")
     assert zbv["val_loss"] == pytest.approx(plain["val_loss"], abs=1e-4)
+
+
+def test_frozen_blocks_are_neither_computed_nor_sent_again(tmp_path: Path) -> None:
+    # 256 samples in batches of 64: the fifth step begins the second epoch
+    options = (*TINY, "--steps", "12", "--train.batch", "64", "--train.frozen", "2")
+    exact = ("--forward", "delta(int4,first=raw,ref=fp32)", "--link.rate", "none")
+    result = run(*options, *exact, "--out", "on", cwd=tmp_path)
+    run(*options, *exact, "--skip-frozen", "false", "--out", "off", cwd=tmp_path)
+    on, off = summary_of(tmp_path / "on"), summary_of(tmp_path / "off")
+    for name in ("train_loss", "val_loss", "val_loss_codec"):
+        assert on[name] == off[name]
+    forward, backward = on["links"]
+    assert (forward["messages"], forward["rested"]) == (4 * 8, 8 * 8)
+    assert forward["kinds"].keys() == {"first"}
+    assert (backward["messages"], backward["payload_bytes"], backward["header_bytes"]) == (0, 0, 0)
+    assert (off["links"][0]["messages"], off["links"][0]["rested"]) == (12 * 8, 0)
+    assert "2 of 4 blocks frozen" in result.stdout
+    assert "Of 96 messages forward 64 were neither computed nor sent" in result.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--model.tied", "true"), ("--pipeline.schedule", "ZBV")])
+def test_the_head_alone_can_be_trained(tmp_path: Path, options: tuple[str, ...]) -> None:
+    run(*TINY, "--train.frozen", "4", *options, "--link.rate", "none", "--out", "run", cwd=tmp_path)
+    records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert all(r["grad_norm"] > 0 for r in records if "grad_norm" in r)
+
+
+def test_dropout_in_frozen_blocks_keeps_them_running_and_is_said(tmp_path: Path) -> None:
+    options = (*TINY, "--steps", "6", "--train.batch", "64", "--train.frozen", "2")
+    result = run(*options, "--model.dropout", "0.1", "--out", "run", cwd=tmp_path)
+    assert summary_of(tmp_path / "run")["links"][0]["rested"] == 0
+    assert "stage 0 is frozen, but its forward draws random numbers" in result.stderr
 
 
 def test_torchrun_launches_the_same_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from thinwire.train.model import (
     Stage,
     boundary_args,
     build_stage,
+    freeze,
     layers_of_stage,
     parameter_count,
     tie_local,
@@ -73,6 +74,23 @@ def test_boundary_tensors_have_the_shapes_of_the_real_ones(index: int) -> None:
     assert (declared_out.shape, declared_out.dtype) == (out.shape, out.dtype)
     assert declared_out.requires_grad
     assert declared_in.requires_grad == (index > 0)
+
+
+@pytest.mark.parametrize("frozen", range(5))
+def test_stages_of_frozen_blocks_alone_need_no_gradient(frozen: int) -> None:
+    for number in (1, 2, 4):
+        parts = stages(number)
+        for part in parts:
+            freeze(part, frozen, tied=False)
+        trained = [n for part in parts for n, p in part.named_parameters() if p.requires_grad]
+        blocks = {int(n.split(".")[1]) for n in trained if n.startswith("blocks")}
+        assert blocks == set(range(frozen, 4))
+        assert ("embedding.token.weight" in trained) == (frozen == 0)
+        for index, part in enumerate(parts[:-1]):
+            is_needed = boundary_args(SMALL, index, number, 2, frozen)[1].requires_grad
+            assert is_needed == boundary_args(SMALL, index + 1, number, 2, frozen)[0].requires_grad
+            learns = any(p.requires_grad for part in parts[: index + 1] for p in part.parameters())
+            assert is_needed == learns
 
 
 def test_a_tied_head_shares_the_embedding_in_one_process_and_equals_it_in_two() -> None:

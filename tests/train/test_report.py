@@ -23,6 +23,7 @@ def link(direction: str, payload: int, edge: int = 0) -> dict[str, Any]:
         "direction": direction,
         "codec": "int4",
         "messages": 10,
+        "rested": 0,
         "payload_bytes": payload,
         "header_bytes": 100,
         "raw_bytes": 8 * payload,
@@ -250,7 +251,7 @@ def test_the_comparison_gives_speed_ups_and_loss_differences() -> None:
     [(["first"], True), (["first", "change"], False), (["first", "reseed"], False), (["value"], 0)],
 )
 def test_a_run_that_only_paid_first_visits_says_so(kinds: list[str], noted: bool) -> None:
-    links: list[dict[str, Any]] = [{"kinds": {kind: {} for kind in kinds}}]
+    links = [link("forward", 1000) | {"kinds": {kind: {} for kind in kinds}}]
     note = report.first_visits_only({"links": links, "steps": 4})
     assert bool(note) == noted
 

@@ -146,8 +146,12 @@ def header(
     lengths: Tensor | None,
     error: str | None,
     next_ids: Tensor | None = None,
+    known: str | None = None,
 ) -> dict[str, Any]:
-    """What the first stage's rank tells the others of a step, as JSON values."""
+    """What the first stage's rank tells the others of a step, as JSON values.
+
+    ``known``: a digit for each row, 1 where its input is that of its sample's last visit.
+    """
     if error is not None:
         return {"error": error}
     shape = list(inputs[0].shape)
@@ -160,24 +164,33 @@ def header(
         "ids": None if sample_ids is None else keys_of(sample_ids),
         "next": None if next_ids is None else keys_of(next_ids),
         "lengths": None if lengths is None else lengths.tolist(),
+        "known": known,
     }
 
 
-def step_plan(header: dict[str, Any], step: int, n_microbatches: int, seed: int) -> StepPlan:
+def step_plan(
+    header: dict[str, Any], step: int, n_microbatches: int, seed: int, frozen: int = 0
+) -> StepPlan:
     """The plan that follows from a header."""
+    ids, lengths, known = header["ids"], header["lengths"], header["known"]
     return StepPlan(
         step,
         header["train"],
-        split_rows(header["rows"], header["ids"], header["lengths"], n_microbatches),
+        split_rows(header["rows"], ids, lengths, n_microbatches, known),
         header["seq_len"],
         header["codec"],
         seed,
         None if header["next"] is None else tuple(header["next"]),
+        frozen,
     )
 
 
 def split_rows(
-    rows: int, ids: list[int] | None, lengths: list[int] | None, n_microbatches: int
+    rows: int,
+    ids: list[int] | None,
+    lengths: list[int] | None,
+    n_microbatches: int,
+    known: str | None = None,
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches into which torch cuts a batch (as ``torch.tensor_split`` does)."""
     base, extra = divmod(rows, n_microbatches)
@@ -190,6 +203,7 @@ def split_rows(
                 size,
                 None if ids is None else tuple(ids[cut]),
                 None if lengths is None else tuple(lengths[cut]),
+                known is not None and "0" not in known[cut],
             )
         )
         at += size

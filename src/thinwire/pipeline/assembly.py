@@ -20,6 +20,7 @@ from thinwire.frame import Direction, Place
 from thinwire.network import Transport
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.engine import MOST_MICROBATCHES
+from thinwire.pipeline.frozen import doubt
 from thinwire.pipeline.plan import Plan
 from thinwire.pipeline.stage import PipelineStage
 from thinwire.schemes import Scheme
@@ -38,10 +39,16 @@ class Tie:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all ranks agreed on: the largest micro-batch, and this rank's tied parameters."""
+    """What all ranks agreed on: the largest micro-batch, and this rank's tied parameters.
+
+    ``doubts``: why each stage may compute something else at a sample's next visit, or None.
+    ``outputs``: how many tensors each hands over.
+    """
 
     max_rows: int
     ties: list[Tie]
+    doubts: list[str | None]
+    outputs: list[int]
 
 
 def group_ranks(group: Any) -> list[int]:
@@ -70,7 +77,8 @@ def compare(
             **settings,
             "plan": [plan.forward, plan.backward, sorted(plan.edges.items())],
             "stages": {
-                str(s.stage_index): [_describe(s.inputs), _describe(s.outputs)] for s in stages
+                str(s.stage_index): [_describe(s.inputs), _describe(s.outputs), doubt(s)]
+                for s in stages
             },
             "tied": {
                 name: [list(p.shape), p.requires_grad, _digest(p)] for name, p in tied.items()
@@ -85,7 +93,9 @@ def compare(
     for stage in stages:
         stage.inputs = [_mark(b, max_rows, max_len) for b in stage.inputs]
         stage.outputs = [_mark(b, max_rows, max_len) for b in stage.outputs]
-    return Setup(max_rows, _ties(found, tied))
+    told = [by_stage[index] for index in range(num_stages)]
+    doubts, outputs = [doubt for _, _, doubt in told], [len(given) for _, given, _ in told]
+    return Setup(max_rows, _ties(found, tied), doubts, outputs)
 
 
 def _describe(boundaries: Sequence[Boundary]) -> list[dict[str, Any]]:
@@ -101,7 +111,7 @@ def _digest(parameter: nn.Parameter) -> int:
 
 
 def _check(found: list[dict[str, Any]], num_stages: int, same: list[str]) -> dict[int, Any]:
-    """(inputs, outputs) by stage; ValueError where the ranks do not fit together."""
+    """(inputs, outputs, doubt) by stage; ValueError where the ranks do not fit together."""
     for rank, other in enumerate(found):
         for key in same:
             if json.dumps(other[key]) != json.dumps(found[0][key]):

@@ -59,7 +59,9 @@ class Control:
         """All ranks' JSON values at the end of a step, in rank order."""
         values = self._gather(_RESULT, value)
         for other in self.others:
-            self._post(_RESULT, other)
+            # after its last step a rank may be gone at once; who needs it again is told then
+            with contextlib.suppress(LinkError):
+                self._post(_RESULT, other)
         return values
 
     def broadcast_header(self, value: Any | None, root: int) -> Any:

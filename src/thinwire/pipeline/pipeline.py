@@ -43,10 +43,12 @@ from thinwire.pipeline.agreement import (
 )
 from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks
 from thinwire.pipeline.control import Control
+from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.plan import Plan
 from thinwire.pipeline.remembered import Remembered, Storage
 from thinwire.pipeline.stage import PipelineStage
+from thinwire.schemes import Scheme
 
 _DRAIN_SECONDS = 1.0
 
@@ -90,6 +92,8 @@ class Pipeline:
     ``first_deadline`` in the first step. tied: parameters that several stages share, by name; their
     gradients are summed over all owners, so equal copies stay equal. seed: of stochastic rounding.
     references: where this rank keeps what its links remember of samples; None: in RAM.
+    skip_frozen: stages from the first on that are frozen, and proven to compute the same again, do
+    not run for samples that the next link's ends remember, and send nothing.
 
     Creating one is collective: ranks check that the stages fit together. Raises ValueError if not.
     """
@@ -108,6 +112,7 @@ class Pipeline:
         tied: Mapping[str, nn.Parameter] | None = None,
         seed: int = 0,
         references: Storage | None = None,
+        skip_frozen: bool = True,
     ) -> None:
         self.schedule, self.stages = schedule, list(stages)
         self.plan = plan or Plan()
@@ -132,8 +137,7 @@ class Pipeline:
         self._last = next((s for s in self.stages if s.is_last), None)
         self._loss = engine.loss_of(schedule)
         self._failed: str | None = None
-        self._asked_to_stop = False
-        self._step = 0
+        self._asked_to_stop, self._step = False, 0
         self._mode: bool | None = None  # training, evaluation, or nothing yet
         self._control = Control(
             self.transport,
@@ -141,7 +145,7 @@ class Pipeline:
             [0] if self.transport.in_process else range(first.group_size),
         )
         self._control.deadline = first_deadline
-        self._setup = self._compare(name, tied or {})
+        self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
         self._control.allow_rows(rows)
         schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
@@ -150,6 +154,7 @@ class Pipeline:
         self._fixed = any(
             pair is None and rank_of[edge] != rank_of[edge + 1] for edge, pair in enumerate(schemes)
         )
+        self._frozen = self._find_frozen(schemes, rank_of, skip_frozen)
         connector = Connector(
             self.transport, self.plan, rank_of, self._control.run, self.timers, window
         )
@@ -160,6 +165,21 @@ class Pipeline:
         if self._needs_keys:
             self._share_capacity()
 
+    def _find_frozen(
+        self,
+        schemes: Sequence[tuple[Scheme, Scheme] | None],
+        rank_of: Mapping[int, int],
+        skip: bool,
+    ) -> Frozen:
+        """The stages before edges that may rest: one tensor crosses them, and is remembered."""
+        remembering = [
+            edge
+            for edge, pair in enumerate(schemes)
+            if skip and pair is not None and pair[0].needs_keys and self._setup.outputs[edge] == 1
+            if self.transport.in_process or rank_of[edge] != rank_of[edge + 1]
+        ]
+        return Frozen(self.stages, self._setup.doubts, remembering)
+
     def _share_capacity(self) -> None:
         """Agree with all ranks on how much each link may remember."""
         with self._failing_together():
@@ -169,7 +189,7 @@ class Pipeline:
                 raise ValueError(f"rank {rank}: {shares}")
         self._remembered.settle_capacity(found)
 
-    def _compare(self, schedule: str, tied: Mapping[str, nn.Parameter]) -> Setup:
+    def _compare(self, schedule: str, tied: Mapping[str, nn.Parameter], skip_frozen: bool) -> Setup:
         """Agree with all ranks on what each was given, or tell them that this one failed."""
         settings = {
             "schedule": schedule,
@@ -178,6 +198,7 @@ class Pipeline:
             "loss": self._loss is not None,
             "max_grad_norm": self.max_grad_norm,
             "seed": self.seed,
+            "skip_frozen": skip_frozen,
         }
         try:
             return compare(self._control, self.stages, self.plan, settings, tied)
@@ -211,6 +232,7 @@ class Pipeline:
         LinkError (PeerAborted with the origin's reason) if another stage failed.
         """
         plan = self._agree(True, True, inputs, target, sample_ids, lengths, next_sample_ids)
+        self._frozen.accept()
         with self._failing_together():
             if self._needs_keys:
                 self._remembered.acquire(plan, self._control.gather_result)
@@ -262,11 +284,7 @@ class Pipeline:
         """Run the schedule; the micro-batches' losses, where the last stage is."""
         if isinstance(self._loss, TokenLoss) and target is not None:
             self._loss.count = self._loss.tokens(target) if plan.train else 1
-        for end in self._ends:
-            forward = end.incoming.place.direction == Direction.FORWARD
-            end.begin_step(plan, receives=plan.train or forward, sends=plan.train or not forward)
-        if plan.train and self._needs_keys:
-            self._remembered.fetch(plan)
+        self._begin(plan)
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {"return_outputs": False}
         if self._last is not None:
@@ -274,6 +292,18 @@ class Pipeline:
         run = self.schedule.step if plan.train else self.schedule.eval
         run(*(inputs if self._first is not None else ()), **arguments)
         return [loss.detach().item() for loss in losses]
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Give the plan to the edges, then to the stages, the last one first."""
+        for end in self._ends:
+            forward = end.incoming.place.direction == Direction.FORWARD
+            end.begin_step(plan, receives=plan.train or forward, sends=plan.train or not forward)
+        local: dict[int, PipelineStage] = {}
+        for stage in sorted(self.stages, key=lambda s: s.stage_index, reverse=True):
+            stage.begin_step(plan, local.get(stage.stage_index + 1))
+            local[stage.stage_index] = stage
+        if plan.train and self._needs_keys:
+            self._remembered.fetch(plan)
 
     def _sum_tied(self, tie: Tie, earlier: Tensor | None) -> None:
         parameter = tie.parameter
@@ -289,8 +319,11 @@ class Pipeline:
         # a bad gradient spoils all stages before the one that it came from: the last edge tells
         worst = max((f for f in flagged if f[1]), default=(-1, ""))
         held = self._remembered.report(plan) if self._needs_keys else None
-        told = [loss, tokens, self._square_norm(), worst, int(self._asked_to_stop), held]
+        stop = int(self._asked_to_stop)
+        told = [loss, tokens, self._square_norm(), worst, stop, held, self._frozen.report()]
+        self._have_patience()
         found = self._control.gather_result(told)
+        self._frozen.conclude(f[6] for f in found)
         if self._needs_keys:
             reports = [f[5] for f in found]
             self._remembered.conclude(plan, reports, self._control.gather_result)
@@ -309,6 +342,13 @@ class Pipeline:
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
         return StepResult(loss, sum(f[1] for f in found), norm, any(f[4] for f in found))
+
+    def _have_patience(self) -> None:
+        """Wait longer than for a message where no gradient comes back: a rank may then be done at
+        once, while the others have the whole step before them."""
+        if any(end.incoming.silent for end in self._ends):
+            turns = self.n_microbatches + self.stages[0].num_stages
+            self._control.deadline = max(self._control.deadline, turns * self.deadline)
 
     def _settle(self) -> None:
         """All ranks have received everything: free the sent buffers, and leave start-up behind."""
@@ -368,7 +408,7 @@ class Pipeline:
             if mine:
                 raise ValueError(mine)
             self._mode = announced["train"]
-        plan = step_plan(announced, self._step, self.n_microbatches, self.seed)
+        plan = step_plan(announced, self._step, self.n_microbatches, self.seed, self._frozen.count)
         if mine:
             with self._failing_together():
                 for end in self._ends:
@@ -394,7 +434,11 @@ class Pipeline:
             )
             if error is None and train and sample_ids is None and self._needs_keys:
                 error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
-            return header(train, codec, inputs, sample_ids, lengths, error, next_ids)
+            known = None
+            if error is None and train and sample_ids is not None:
+                given = None if lengths is None else lengths.tolist()
+                known = self._frozen.known(self._first.inputs, inputs, keys_of(sample_ids), given)
+            return header(train, codec, inputs, sample_ids, lengths, error, next_ids, known)
         except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
             return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
 
@@ -427,7 +471,7 @@ class Pipeline:
                     f"rank {self.rank} was given a target of {target.shape[0]} rows, "
                     f"the first stage {header['rows']}"
                 )
-        return None
+        return self._frozen.changed() if train else None
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ messages just before they are used. Only hooks without a leading underscore are 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from thinwire.boundary import Boundary
+from thinwire.boundary import Boundary, StepPlan
 from thinwire.counters import Timers
 from thinwire.edge import EdgeEnd
 from thinwire.pipeline.engine import check_hooks
+from thinwire.pipeline.frozen import Watch
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -64,7 +66,21 @@ class PipelineStage(pipelining.PipelineStage):
         self.previous: EdgeEnd | None = None
         self.next: EdgeEnd | None = None
         self.timers = Timers()
+        #: Watches the forward of a stage that may be skipped.
+        self.watch: Watch | None = None
+        #: Micro-batches of the step whose output nobody will read.
+        self.resting: frozenset[int] = frozenset()
+        self._plan = StepPlan(0, False, ())
         self._whole: set[int] = set()  # micro-batches whose weight gradients are done already
+
+    def begin_step(self, plan: StepPlan, following: PipelineStage | None) -> None:
+        """Take the step's plan, which the edges have; ``following``: the next stage, if it is
+        reached without one, and has begun the step."""
+        self._plan = plan
+        if self.next is not None:
+            self.resting = self.next.outgoing.resting
+        else:
+            self.resting = frozenset() if following is None else following.resting
 
     # What the schedule asks for: no operations of its own where an edge is ours.
 
@@ -120,13 +136,30 @@ class PipelineStage(pipelining.PipelineStage):
     # Compute, on what has arrived.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        rests = fwd_chunk_id in self.resting
         if self.previous is not None:
-            received = self.previous.incoming.receive(fwd_chunk_id)
-            super().set_local_fwd_input(tuple(received), fwd_chunk_id)
+            # whatever comes is taken in, for the next visits
+            received = self.previous.incoming.receive(fwd_chunk_id, wanted=not rests)
+            if not rests:
+                super().set_local_fwd_input(tuple(received), fwd_chunk_id)
+        if rests:
+            return self._rest(fwd_chunk_id)
+        watch = self.watch if self._plan.train else None
         start = time.perf_counter()
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with contextlib.nullcontext() if watch is None else watch.running():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.timers.compute_s += time.perf_counter() - start
         return output
+
+    def _rest(self, chunk: int) -> tuple[Tensor, ...]:
+        """Stand-ins for the outputs of a micro-batch, of their shapes, that nobody reads."""
+        rows, length = self._plan.microbatches[chunk].rows, self._plan.seq_len
+        outputs = tuple(
+            torch.zeros((), dtype=b.dtype, device=self.device).expand(b.shape_for(rows, length))
+            for b in self.outputs
+        )
+        self.fwd_cache[chunk] = (outputs, [])
+        return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if not self.has_backward:  # evaluation: schedules ask all the same
@@ -140,15 +173,30 @@ class PipelineStage(pipelining.PipelineStage):
                 for boundary, output, grad in zip(self.outputs, outputs, received, strict=True)
             )
             super().set_local_bwd_input(grads, bwd_chunk_id)
-        if not kwargs.get("full_backward", True) and not self.is_first:
-            outputs, _ = self.fwd_cache[bwd_chunk_id]
-            if _uses_a_parameter_twice(outputs):
-                # torch's split backward would walk a shared weight's graph twice, and fail
-                kwargs["full_backward"] = True
+        whole = kwargs.get("full_backward", True)
+        outputs, _ = self.fwd_cache[bwd_chunk_id]
+        if not self.is_last and not any(output.requires_grad for output in outputs):
+            # it is frozen, and so are all before it: there is nothing to go back through
+            del self.fwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self.inputs)
+            if not whole:
                 self._whole.add(bwd_chunk_id)
+            return
+        if not whole and not self.is_first and not self._splits(outputs):
+            kwargs["full_backward"] = True
+            self._whole.add(bwd_chunk_id)
         start = time.perf_counter()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.timers.compute_s += time.perf_counter() - start
+
+    def _splits(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether torch can split the backward pass.
+
+        It would lose the gradients of all weights where no input has one, and walk a shared
+        weight's graph twice, and fail.
+        """
+        inputs = any(boundary.requires_grad for boundary in self.inputs)
+        return inputs and not _uses_a_parameter_twice(outputs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if bwd_chunk_id in self._whole:

@@ -118,6 +118,10 @@ class End(ABC):  # noqa: B024  its two roles are abstract
         """The short way of a micro-batch of the step, on the CPU; None where it has none."""
         return None
 
+    def remembers(self, microbatch: int) -> bool:
+        """Whether both ends hold a reference of each row of a micro-batch of the step."""
+        return False
+
     def repair(self, keys: Sequence[int]) -> None:  # noqa: B027  as above
         """The two ends do not hold the same of ``keys``: forget them; their next visit says so."""
 
@@ -153,6 +157,10 @@ class Receiver(End):
     @abstractmethod
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         """The tensor behind the sections of one tensor; raises FrameError if they do not fit."""
+
+    def recall(self, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What this end remembers of rows that it ``remembers``, which stays as it is."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ copies are equal to the bit.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -126,6 +127,10 @@ class _DeltaEnd:
         if self._repaired:
             self._mark_repairs(visits)
         self._visits = tuple(visits)
+
+    def remembers(self, microbatch: int) -> bool:
+        kinds = self._plan[microbatch]
+        return bool(kinds) and kinds.count(Kind.CHANGE) == len(kinds)
 
     def repair(self, keys: Sequence[int]) -> None:
         self.store.drop(keys)
@@ -380,8 +385,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         if section.kind == Kind.SAME:
             if section.payload.numel():
                 raise ValueError(f"{section.payload.numel()} payload bytes where none belong")
-            m = self.keeping.read(self.store.rows(keys), lengths, y.shape[1])
-            y.copy_(saturated(m, y.dtype))
+            y.copy_(self._held(keys, lengths, y.shape[1], y.dtype))
             return None
         if section.kind == Kind.VALUE:
             coder.decode(section.payload, y.shape, y.dtype, count, lengths, out=y)
@@ -391,6 +395,16 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             raise ValueError(f"codec {coder}: the payload holds values that are not finite")
         y.copy_(saturated(value, y.dtype))
         return self.kept(coder, section.payload, value, lengths)
+
+    def recall(self, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        width = math.prod(shape[1:])
+        return self._held(_keys(visit), visit.valid, width, dtype).to(dtype).view(shape)
+
+    def _held(
+        self, keys: Sequence[int], lengths: Sequence[int] | None, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The references of ``keys``, a copy [keys, width] within the range of ``dtype``."""
+        return saturated(self.keeping.read(self.store.rows(keys), lengths, width), dtype)
 
     def _check(self, sections: list[Section], planned: list[Kind], visit: Visit) -> None:
         """Refuse sections coded against another state, before anything is touched."""

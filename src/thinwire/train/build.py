@@ -151,6 +151,8 @@ def build_stages(config: Config, place: Place) -> list[model.Stage]:
     ]
     if config.model.tied:
         model.tie_local(stages)
+    for stage in stages:
+        model.freeze(stage, config.train.frozen, config.model.tied)
     return [stage.to(place.device) for stage in stages]
 
 
@@ -166,7 +168,7 @@ def build_pipeline(
     wrapped = []
     for stage in stages:
         args, outputs = model.boundary_args(
-            config.model, stage.stage_index, config.num_stages, rows
+            config.model, stage.stage_index, config.num_stages, rows, config.train.frozen
         )
         wrapped.append(
             tw.PipelineStage(
@@ -193,6 +195,7 @@ def build_pipeline(
         window=config.pipeline.window,
         tied=None if shared is None else {"embedding": shared},
         references=references,
+        skip_frozen=config.pipeline.skip_frozen,
     )
 
 
@@ -202,8 +205,9 @@ def rows_of_microbatch(config: Config) -> int:
 
 
 def build_optimizer(config: TrainConfig, stages: list[model.Stage]) -> torch.optim.Optimizer:
-    """AdamW over this rank's parameters, each once; weight decay on matrices only."""
-    parameters = {id(p): p for stage in stages for p in stage.parameters()}
+    """AdamW over what this rank trains, each parameter once; weight decay on matrices only."""
+    everyone = (p for stage in stages for p in stage.parameters())
+    parameters = {id(p): p for p in everyone if p.requires_grad}
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, list[nn.Parameter] | float]] = [

@@ -74,6 +74,7 @@ _LIMITS: dict[str, tuple[float, float]] = {  # of whole numbers else from 1 to _
     "threads": (1, 1024),
     "train.seed": (0, _INT64),
     "data.seed": (0, _INT64),
+    "train.frozen": (0, _INT64),
     "train.weight_decay": (0, math.inf),
     "train.clip": (0, math.inf),
 }
@@ -110,6 +111,11 @@ def _check_numbers(config: Config) -> None:
     if model.dim % model.heads:
         raise ConfigError(
             f"model.dim {model.dim} is no multiple of model.heads {model.heads}; change either"
+        )
+    if config.train.frozen > model.layers:
+        raise ConfigError(
+            f"train.frozen is {_short(config.train.frozen)} but model.layers {model.layers}: "
+            f"nothing would be left to train; with {model.layers} the head alone is trained"
         )
 
 

@@ -72,6 +72,7 @@ class TrainConfig:
     lr: float = setting(5e-4, "peak learning rate of AdamW")
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
     weight_decay: float = setting(0.1, "AdamW weight decay, on matrices only")
+    frozen: int = setting(0, "so many blocks from the first on, and the embedding, are not trained")
     clip: float = setting(1.0, "largest gradient norm over all stages; 0: no clipping")
     seed: int = setting(0, "of the weights, the order of the samples and dropout")
     log_every: int = setting(10, "steps between two progress lines")
@@ -114,6 +115,9 @@ class PipelineConfig:
     window: int = setting(8, "receives posted ahead on each link")
     deadline: float = setting(60.0, "seconds without a message after which a link is given up")
     first_deadline: float = setting(300.0, "the same for the first step")
+    skip_frozen: bool = setting(
+        True, "frozen stages neither compute nor send what the next link's ends remember"
+    )
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ ALIASES = {
     "quick": "train.quick",
     "forward": "plan.forward",
     "backward": "plan.backward",
+    "skip-frozen": "pipeline.skip_frozen",
 }
 
 

@@ -166,7 +166,7 @@ class Journal:
             "timers_ms": {name.removesuffix("_s"): 1e3 * s for name, s in timers.items()},
         }
         if logged:
-            kept = ("edge", "direction", "messages", "payload_bytes", "header_bytes")
+            kept = ("edge", "direction", "messages", "rested", "payload_bytes", "header_bytes")
             record["links"] = [{name: link[name] for name in kept} for link in self._links]
             self._logged = (self.tokens, self.clock.step_s)
         self._write(record)

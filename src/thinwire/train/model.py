@@ -105,6 +105,19 @@ def build_stage(config: ModelConfig, stage_index: int, num_stages: int, seed: in
     return stage
 
 
+def freeze(stage: Stage, frozen: int, tied: bool) -> None:
+    """Leave the model's first ``frozen`` blocks as they are, with the embedding and, where that
+    is the head's matrix too, with it."""
+    if not frozen:
+        return
+    if stage.embedding is not None:
+        stage.embedding.requires_grad_(False)
+    for layer, block in stage.blocks.items():
+        block.requires_grad_(int(layer) >= frozen)
+    if stage.head is not None and tied:
+        stage.head.output.requires_grad_(False)
+
+
 def tie_local(stages: list[Stage]) -> None:
     """Let an embedding and a head in the same process be one parameter."""
     embedding = next((s.embedding for s in stages if s.embedding is not None), None)
@@ -158,15 +171,23 @@ def _initialise(name: str, parameter: nn.Parameter, config: ModelConfig, seed: i
 
 
 def boundary_args(
-    config: ModelConfig, stage_index: int, num_stages: int, rows: int
+    config: ModelConfig, stage_index: int, num_stages: int, rows: int, frozen: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Input and output of a stage for one micro-batch of ``rows`` samples, on the meta device."""
+    """Input and output of a stage for one micro-batch of ``rows`` samples, on the meta device.
+
+    What leaves nothing but frozen blocks needs no gradient; ``frozen``: how many there are.
+    """
+
+    def hidden(stage: int) -> Tensor:
+        learns = layers_of_stage(config.layers, stage, num_stages).stop > frozen
+        shape = (rows, config.context, config.dim)
+        return torch.empty(shape, device="meta", requires_grad=learns)
+
     tokens = torch.empty(rows, config.context, dtype=torch.int64, device="meta")
-    hidden = torch.empty(rows, config.context, config.dim, device="meta", requires_grad=True)
     logits = torch.empty(rows, config.context, VOCABULARY, device="meta", requires_grad=True)
     return (
-        tokens if stage_index == 0 else hidden,
-        logits if stage_index == num_stages - 1 else hidden,
+        tokens if stage_index == 0 else hidden(stage_index - 1),
+        logits if stage_index == num_stages - 1 else hidden(stage_index),
     )
 
 

@@ -106,6 +106,8 @@ def opening(
         f"backward {config.plan.backward}\n"
         f"training: {steps:,} steps of {config.train.batch} samples on {config.device}"
     )
+    if config.train.frozen:
+        shown += f"; the embedding and {config.train.frozen} of {config.model.layers} blocks frozen"
     if text.skipped:
         reasons = ", ".join(f"{number:,} {why}" for why, number in text.skipped.items())
         shown += f"\nnote: files skipped in {text.source}: {reasons}"
@@ -134,6 +136,8 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
         screen.print(line, soft_wrap=True, markup=False)
     if summary["links"]:
         screen.print(compression_sentence(summary["cpu"]), soft_wrap=True, markup=False)
+    if note := rest_sentence(summary["links"]):
+        screen.print(note, soft_wrap=True, markup=False)
     if note := first_visits_only(summary):
         screen.print(note, soft_wrap=True, markup=False)
     screen.print(f"run folder: {folder}", soft_wrap=True, markup=False)
@@ -158,10 +162,24 @@ def compression_sentence(cpu: list[dict[str, float]]) -> str:
     )
 
 
+def rest_sentence(links: list[dict[str, Any]]) -> str | None:
+    """How many messages frozen stages were spared; None if none was."""
+    forward = [link for link in links if link["direction"] == "forward"]
+    rested = sum(link["rested"] for link in forward)
+    if not rested:
+        return None
+    total = rested + sum(link["messages"] for link in forward)
+    return (
+        f"Of {total:,} messages forward {rested:,} were neither computed nor sent: the stages "
+        "before them are frozen, and the receiver remembers what they would say."
+    )
+
+
 def first_visits_only(summary: dict[str, Any]) -> str | None:
     """A note where a scheme that sends changes has not sent one yet; else None."""
     kinds = [link["kinds"].keys() for link in summary["links"]]
-    if not any("first" in k for k in kinds) or any(k & {"change", "reseed"} for k in kinds):
+    changes = any(k & {"change", "reseed"} for k in kinds) or rest_sentence(summary["links"])
+    if not any("first" in k for k in kinds) or changes:
         return None
     return (
         f"note: no sample was visited twice in {summary['steps']:,} steps, so only first visits "
@@ -183,16 +201,23 @@ def link_table(links: list[dict[str, Any]]) -> Table:
         table.add_row(name, *_cells(link, "–" if steady is None else f"{steady:.2f}"))
         for kind, part in link["kinds"].items():
             table.add_row(f"  {kind}", *_cells(part, ""), style="dim")
+        if link["rested"]:
+            table.add_row("  rested", f"{link['rested']:,}", style="dim")
     return table
 
 
 def _cells(traffic: dict[str, Any], steady: str) -> list[str]:
     """The cells of one row after its name; ``steady`` is that of the column of the same name."""
-    bits = 8 * (traffic["payload_bytes"] + traffic["header_bytes"]) / traffic["values"]
-    return [
+    sent = [
         f"{traffic['messages']:,}",
         f"{traffic['payload_bytes'] / 1e6:.2f}",
         f"{traffic['header_bytes'] / 1e6:.3f}",
+    ]
+    if not traffic["values"]:
+        return sent
+    bits = 8 * (traffic["payload_bytes"] + traffic["header_bytes"]) / traffic["values"]
+    return [
+        *sent,
         f"{bits:.2f}",
         steady,
         f"{32 / bits:.2f}",

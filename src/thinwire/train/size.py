@@ -8,6 +8,7 @@ from thinwire.train.config import Config, ConfigError
 
 _VOCABULARY = 256  # as in ``data``, which needs torch
 _TRAINED_BYTES = 16  # a parameter in fp32, its gradient and AdamW's two moments
+_FROZEN_BYTES = 4
 # fp32 values a block keeps for its backward, in units of dim: two norms, q k v, attention, its
 # projection, and the MLP's two hidden layers of four
 _KEPT_A_BLOCK = 14
@@ -23,7 +24,9 @@ def check_size(config: Config, local_processes: int) -> None:
     if memory is None:
         return
     on_cpu, parameters = config.device == "cpu", _parameters(config)
-    weights = parameters * (_TRAINED_BYTES if on_cpu else 4)
+    trained = parameters - _frozen_parameters(config)
+    weights = _FROZEN_BYTES * parameters
+    weights += (_TRAINED_BYTES - _FROZEN_BYTES) * trained if on_cpu else 0
     activations = _activation_bytes(config) if on_cpu else 0
     needed = (
         (weights + activations) * min(local_processes, config.nproc or 1) // (config.nproc or 1)
@@ -62,7 +65,18 @@ def available_memory() -> int | None:
 def _parameters(config: Config) -> int:
     model = config.model
     embeddings = (_VOCABULARY * (1 if model.tied else 2) + model.context) * model.dim
-    return embeddings + model.layers * (12 * model.dim**2 + 13 * model.dim) + 2 * model.dim
+    return embeddings + model.layers * _block_parameters(config) + 2 * model.dim
+
+
+def _block_parameters(config: Config) -> int:
+    return 12 * config.model.dim**2 + 13 * config.model.dim
+
+
+def _frozen_parameters(config: Config) -> int:
+    frozen, model = config.train.frozen, config.model
+    if not frozen:
+        return 0
+    return (_VOCABULARY + model.context) * model.dim + frozen * _block_parameters(config)
 
 
 def _activation_bytes(config: Config) -> int:
