@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import thinwire as tw
-from thinwire.train import check, data, disk, home, metrics
+from thinwire.train import check, data, disk, home, metrics, model, weights
 from thinwire.train.arguments import read_train
-from thinwire.train.build import Place, planned
-from thinwire.train.config import ConfigError
+from thinwire.train.build import Place, build, planned
+from thinwire.train.config import Config, ConfigError
 from thinwire.train.loop import train
+from thinwire.train.resume import resume
 from thinwire.train.stop import Stop, Stopped
 
 WORDS = [f"{a}{b}{c}" for a in "mnprt" for b in "aeiou" for c in ("k", "l", "sh")]
@@ -31,7 +33,7 @@ TINY = [
     "--model.heads=2",
     "--model.context=16",
     "--train.batch=8",
-    "--train.epochs=4",
+    "--train.epochs=3",
     "--pipeline.microbatches=4",
     "--link.rate=none",
     "--threads=1",
@@ -93,13 +95,18 @@ def run(
     resumed: bool = False,
     ending: Ending = Ending(),
 ) -> Outcome:
-    """Do a run in ``folder``, or in one for each rank, as one worker of it."""
+    """Do a run in ``folder``, as one worker of it.
+
+    Where ``folder`` has one for each rank, each is on a machine of its own.
+    """
+    apart = isinstance(folder, dict)
     own = Path(folder if isinstance(folder, str) else folder[rank])
     shown = io.StringIO()
     screen = Console(file=shown, width=200, quiet=rank != 0)
     stop = Ended(ending, is_asked=rank == world_size - 1)
     try:
-        _run(rank, world_size, options, own, isinstance(folder, dict), resumed, screen, stop)
+        with contextlib.chdir(own.parent):
+            _run(rank, world_size, options, Path(own.name), apart, resumed, screen, stop)
     except Stopped as stopped:
         return Outcome("stopped", stopped.step, shown.getvalue())
     except Crash:
@@ -120,16 +127,55 @@ def _run(
     stop: Stop,
 ) -> None:
     torch.set_num_threads(1)
-    words = [*options, "--resume", str(folder)] if resumed else [*options, "--out", str(folder)]
+    config, text = _given(options, folder, world_size, resumed)
+    local_rank = 0 if apart else rank
+    if resumed:
+        own = home.resume(config, folder, rank, local_rank)
+    else:
+        own = home.begin(config, home.create(config) if rank == 0 else None, rank, local_rank)
+    train(config, text, Place(rank, world_size, torch.device("cpu")), own, screen, stop)
+
+
+def _given(
+    options: list[str], folder: Path, world_size: int, resumed: bool
+) -> tuple[Config, data.Text]:
+    words = [*options, "--resume" if resumed else "--out", str(folder)]
     config = check.resolved(read_train(words)[0], world_size)
     text = data.load(config.data, config.model.context)
-    config = planned(config, text)
-    if resumed:
-        place = home.resume(config, folder, rank, 0 if apart else rank)
-    else:
-        claimed = home.create(config) if rank == 0 else None
-        place = home.begin(config, claimed, rank, 0 if apart else rank)
-    train(config, text, Place(rank, world_size, torch.device("cpu")), place, screen, stop)
+    return planned(config, text), text
+
+
+def loaded(
+    rank: int, world_size: int, options: list[str], folder: str | dict[int, str]
+) -> tuple[dict[str, str], str]:
+    """What a rank that resumes a run has before its first step, by name, and what it shows."""
+    own = Path(folder if isinstance(folder, str) else folder[rank])
+    config, text = _given(options, own, world_size, resumed=True)
+    place = Place(rank, world_size, torch.device("cpu"))
+    where = home.resume(config, own, rank, 0 if isinstance(folder, dict) else rank)
+    shown = io.StringIO()
+    made = build(config, text, place, disk.rank_folder(where.parts, rank))
+    resume(made, where, Console(file=shown, width=200))
+    tensors = model.named_tensors(made.stages, config.model.tied)
+    entries = weights.collect(tensors, made.optimizer)
+    made.pipeline.close()
+    return {name: entry_digest(entry) for name, entry in entries.items()}, shown.getvalue()
+
+
+def saved(folder: Path) -> dict[str, str]:
+    """What the newest parts in ``folder`` hold of weights and optimizer state, by name."""
+    found = {}
+    for ranks_own in disk.rank_folders(folder).values():
+        part = list(disk.parts(ranks_own))[-1]
+        written = part.manifest["weights"]
+        for name, entry in weights.read(part.folder, written, written["names"]).items():
+            found[name] = entry_digest(entry)
+    return found
+
+
+def entry_digest(entry: weights.Entry) -> str:
+    """A hash of a parameter and of all that its optimizer keeps of it."""
+    return hashlib.sha256(weights.to_bytes(entry)).hexdigest()
 
 
 def text_in(folder: Path) -> str:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+import thinwire as tw
 from tests.distributed.pool import Pool
 from tests.distributed.runs import (
     TINY,
     Ending,
     assert_equal_runs,
+    loaded,
+    records,
+    results,
     run,
+    saved,
     text_in,
 )
+from tests.distributed.setup import Case, barrier, batch, build
 
+NOISY = "int3:round=stochastic"
 CASES = {
-    "delta(int4)": (2, []),
-    "stochastic": (2, "--forward=delta(int2:round=stochastic) --backward=int4:round=stochastic"),
+    "delta(int4)": (2, ""),
+    "stochastic, dropout": (2, f"--model.dropout=0.2 --forward=delta({NOISY}) --backward={NOISY}"),
     "memory": (1, "--link.transport=memory --pipeline.stages=2"),
     "four ranks, tied": (4, "--model.tied=true --forward=delta(int4) --backward=delta(int4)"),
-    "dropout": (2, "--model.dropout=0.2 --forward=bf16"),
     "two stages a rank": (2, "--pipeline.schedule=ZBV --forward=raw --backward=raw"),
     "torch's own operations": (2, "--forward=off --backward=off"),
     "fp32 on disk": (2, "--forward=delta(int4,ref=fp32) --ref.budget=26kb"),
@@ -38,8 +49,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     case: str, pool: Pool, tmp_path: Path
 ) -> None:
     world_size, more = CASES[case]
-    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=5"]
-    options += more.split() if isinstance(more, str) else more
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=3", *more.split()]
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     found = pool.run(run, options, whole, world_size=world_size)
     assert {one.how for one in found} == {"complete"}
@@ -48,9 +58,187 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     found = pool.run(
         run, [], cut, resumed=True, ending=Ending(crash_after=3), world_size=world_size
     )
-    assert {one.how for one in found} == {"crashed"}  # after step 7, with step 5 saved
+    assert {one.how for one in found} == {"crashed"}  # after step 7, with step 6 saved
     found = pool.run(run, [], cut, resumed=True, world_size=world_size)
     assert {one.how for one in found} == {"complete"}, found[0]
-    assert "goes on after step 5" in found[0].shown
+    assert "goes on after step 6" in found[0].shown
     assert "dropped" not in found[0].shown
     assert_equal_runs(Path(whole), Path(cut))
+
+
+def test_each_rank_with_a_disk_of_its_own_resumes_from_it(pool: Pool, tmp_path: Path) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=4"]
+    apart = {rank: str(tmp_path / f"machine-{rank}" / "run") for rank in range(2)}
+    for rank in range(2):
+        (tmp_path / f"machine-{rank}").mkdir()
+    whole = str(tmp_path / "whole")
+    pool.run(run, options, whole, world_size=2)
+    pool.run(run, options, apart, ending=Ending(crash_after=6), world_size=2)
+    for rank, folder in apart.items():
+        assert [path.name for path in Path(folder).glob("rank-*")] == [f"rank-{rank}"]
+        assert (Path(folder) / "config.toml").exists()
+    found = pool.run(run, [], apart, resumed=True, world_size=2)
+    assert "goes on after step 4" in found[0].shown
+    assert records(Path(whole)) == records(Path(apart[0]))
+    assert results(Path(whole)) == results(Path(apart[0]))
+
+
+def flip(file: Path) -> None:
+    """Change a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "cut": ("model.safetensors", lambda file: os.truncate(file, file.stat().st_size - 1)),
+    "missing": ("optimizer.safetensors", Path.unlink),
+    "flipped": ("link-0-forward-0-sender.safetensors", flip),
+    "manifest": ("manifest.json", flip),
+}
+
+
+def test_a_damaged_part_is_named_and_the_checkpoint_before_it_is_taken(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=2"]
+    options += ["--link.transport=memory", "--pipeline.stages=2"]
+    whole = tmp_path / "whole"
+    pool.run(run, options, str(whole), ending=Ending(crash_after=5), world_size=1)
+    for damage, (name, do) in DAMAGES.items():
+        folder = tmp_path / damage
+        shutil.copytree(whole, folder)
+        do(folder / "rank-0" / "step-00000004" / name)
+        ((_, shown),) = pool.run(loaded, [], str(folder), world_size=1)
+        (line,) = (line for line in shown.splitlines() if "skipped" in line)
+        assert line.startswith(f"resume: rank-0/step-00000004: {name} "), damage
+        assert "goes on after step 2" in shown
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_is_not_begun_anew(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=2"]
+    folder = tmp_path / "run"
+    pool.run(run, options, str(folder), ending=Ending(crash_after=5), world_size=2)
+    before = records(folder)
+    for file in folder.glob("rank-1/*/model.safetensors"):
+        file.write_bytes(b"")
+    found = pool.run(run, [], str(folder), resumed=True, world_size=2)
+    for one in found:
+        assert "no checkpoint is complete on the machines of this run, though step 4 was" in one.how
+    assert records(folder) == before
+
+
+OTHERS = {
+    "2 to 4": (2, 4, ["--nproc=4"], "written by 2 stages on 2 processes, now 4 on 4"),
+    "4 to 2": (4, 2, ["--nproc=2"], "written by 4 stages on 4 processes, now 2 on 2"),
+    "2 to 1": (2, 1, ["--link.transport=memory"], "written by 2 stages on 2 processes, now 2 on 1"),
+    "1 stage a rank to 2": (2, 2, ["--pipeline.stages=4"], "now 4 on 2"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_stages_begin_with_the_same_weights_wherever_they_are(
+    case: str, pool: Pool, tmp_path: Path
+) -> None:
+    before, after, others, line = OTHERS[case]
+    options = [*TINY, "--data.path", text_in(tmp_path), "--model.tied=true"]
+    folder = tmp_path / "run"
+    pool.run(run, options, str(folder), ending=Ending(stop_at=5), world_size=before)
+    for rank, (found, shown) in enumerate(pool.run(loaded, others, str(folder), world_size=after)):
+        assert found.items() <= saved(folder).items(), f"rank {rank}"
+        assert f"{line}: the links' counters begin anew and their references are dropped" in shown
+        assert "goes on after step 5" in shown
+    # each rank on a machine that has some of the parts, or none: the rest is sent
+    machines = {rank: str(tmp_path / f"machine-{rank}") for rank in range(after)}
+    for rank, machine in machines.items():
+        Path(machine).mkdir()
+        for name in ("config.toml", "run.json", "metrics.jsonl"):
+            shutil.copy(folder / name, machine)
+        for writer in range(rank, before, after):
+            shutil.copytree(folder / f"rank-{writer}", Path(machine) / f"rank-{writer}")
+    for found, _ in pool.run(loaded, others, machines, world_size=after):
+        assert found.items() <= saved(folder).items()
+    if case != "2 to 4":
+        return
+    found = pool.run(run, others, machines, resumed=True, world_size=after)
+    assert {one.how for one in found} == {"complete"}, found
+    steps = [record["step"] for record in records(Path(machines[0])) if "loss" in record]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_another_forward_scheme_drops_the_references_and_says_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path)]
+    folder = str(tmp_path / "run")
+    pool.run(run, options, folder, ending=Ending(stop_at=5), world_size=2)
+    words = ["--forward=delta(int2)"]
+    found = pool.run(run, words, folder, resumed=True, world_size=2)
+    assert found[0].how == "complete"
+    (line,) = (line for line in found[0].shown.splitlines() if "dropped" in line)
+    assert line == (
+        "resume: references of forward 0→1 are dropped (they were of delta(int4), not of "
+        "delta(int2)): samples are sent as first visits"
+    )
+
+
+def differing(rank: int, world_size: int, folder: str) -> list[str]:
+    """The lines of a pipeline of which one end has lost a reference."""
+    case = Case(forward="delta(int4)")
+    stages, schedule, _ = build(rank, world_size, case)
+    pipeline = tw.Pipeline(schedule, stages, tw.Plan("delta(int4)", "int8"), deadline=20)
+    ids, x, y = batch(0)
+    for _ in range(2):
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+    own = Path(folder, str(rank))
+    own.mkdir()
+    saved = pipeline.checkpoint(own)
+    if rank == 1:
+        (file,) = own.iterdir()
+        tensors = load_file(file)
+        tensors["values"][0] += 1
+        save_file(tensors, file)
+    lines = pipeline.restore(own, saved)
+    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
+    digests = pipeline.state_digests()
+    barrier()  # a rank that is done first would close the other's connection
+    pipeline.close()
+    return [*lines, str(digests[f"edge 0 forward 0 {'receiver' if rank else 'sender'}"])]
+
+
+def test_ends_whose_references_differ_both_drop_them(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(differing, str(tmp_path), world_size=2)
+    assert first == second
+    (line, _) = first
+    assert line.startswith("references of forward 0→1 0 are dropped (those of its two ends differ)")
+
+
+REFUSED = {
+    "another model": (["--model.dim=32"], "--model.dim can't change in a resumed run"),
+    "another batch": (["--train.batch=4"], "--train.batch can't change in a resumed run"),
+    "a folder": (["--out=other"], "--out doesn't go with --resume"),
+    "fewer steps": (["--train.steps=3"], "3 steps are fewer than its 9"),
+    "nothing left": ([], "is complete: all 9 steps are done; raise --train.epochs"),
+}
+
+
+def test_what_would_change_the_run_is_refused_and_longer_training_is_not(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--link.transport=memory"]
+    folder = tmp_path / "run"
+    pool.run(run, options, str(folder), world_size=1)
+    for words, message in REFUSED.values():
+        (found,) = pool.run(run, words, str(folder), resumed=True, world_size=1)
+        assert message in found.how
+        assert "\n" not in found.how
+    (found,) = pool.run(run, ["--train.epochs=4"], str(folder), resumed=True, world_size=1)
+    assert found.how == "complete"
+    assert "note: 12 steps instead of 9" in found.shown
+    assert "the checkpoint holds none" in found.shown
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 12
+    Path(options[options.index("--data.path") + 1]).write_text("other words " * 100)
+    (found,) = pool.run(run, ["--train.epochs=5"], str(folder), resumed=True, world_size=1)
+    assert "the text is not the one that it was trained on" in found.how

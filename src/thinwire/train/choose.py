@@ -72,15 +72,15 @@ def choose(
             for writer in writers:
                 seers.setdefault(Key(*key), {}).setdefault(writer, set()).add(seer)
     for key in sorted(seers, reverse=True):
-        lacking = sorted(set(range(key.world_size)) - set(seers[key]))
-        if not lacking:
-            same = key.world_size == world_size and fitting[key] == world_size
-            parts, lacking, damaged = _verified(sight.parts.get(key, {}), key, rank, same)
-            lines += [f"{line}, so it is skipped" for line in damaged]
-            if not lacking:
-                return Choice(key, same, parts), lines
-        missing = ", ".join(f"rank-{writer}" for writer in lacking)
-        lines.append(f"the checkpoint of step {key.step} is skipped: no intact part of {missing}")
+        if lacking := sorted(set(range(key.world_size)) - set(seers[key])):
+            missing = ", ".join(f"rank-{writer}" for writer in lacking)
+            lines.append(f"step {key.step} is skipped: there is no part of {missing}")
+            continue
+        same = key.world_size == world_size and fitting[key] == world_size
+        parts, is_complete, damaged = _verified(sight.parts.get(key, {}), key, rank, same)
+        lines += [f"{line}, so it is skipped" for line in damaged]
+        if is_complete:
+            return Choice(key, same, parts), lines
     committed = max(one["committed"] for one in every)
     if committed:
         raise ConfigError(
@@ -113,8 +113,8 @@ def _step_folders(homes: list[Path]) -> Iterator[Path]:
 
 def _verified(
     seen: dict[int, disk.Part], key: Key, rank: int, same: bool
-) -> tuple[dict[int, disk.Part], list[int], list[str]]:
-    """This rank's intact parts, the writers of whom nobody has one, and lines on damaged ones."""
+) -> tuple[dict[int, disk.Part], bool, list[str]]:
+    """This rank's intact parts, whether all ranks have all of them, and lines on damaged ones."""
     intact, damaged = {}, []
     for writer, part in seen.items():
         if same and writer != rank:
@@ -126,7 +126,7 @@ def _verified(
             damaged.append(f"{part.folder.parent.name}/{part.folder.name}: {error}")
     every = ranks.gather_json({"intact": sorted(intact), "damaged": damaged})
     found = {writer for one in every for writer in one["intact"]}
-    return intact, sorted(set(range(key.world_size)) - found), _distinct(every, "damaged")
+    return intact, len(found) == key.world_size, _distinct(every, "damaged")
 
 
 def _distinct(every: list[dict[str, Any]], name: str) -> list[str]:

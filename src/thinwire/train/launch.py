@@ -109,8 +109,10 @@ def _run_workers(
     failed = [worker for worker in workers if worker.failed]
     if failed:
         return _explain(failed, scratch)
-    as_asked = any(worker.ended_as_asked for worker in workers)
-    return 128 + (signals.number or signal.SIGINT) if as_asked else 0
+    as_asked = [worker.process.returncode for worker in workers if worker.ended_as_asked]
+    if signals.number is not None and as_asked:
+        return 128 + signals.number
+    return max(as_asked, default=0)
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -222,11 +224,16 @@ def _ask_to_stop(worker: _Worker, number: int) -> None:
 
 
 def _stop(workers: list[_Worker]) -> None:
-    """End those that still run: SIGTERM, and SIGKILL if that doesn't help."""
+    """End those that still run: by SIGTERM until they listen to their stdin, then by its end.
+
+    And by SIGKILL if that doesn't help.
+    """
     running = [worker for worker in workers if worker.process.poll() is None]
     for worker in running:
         worker.stopped = True
         worker.process.terminate()
+        if worker.process.stdin is not None:
+            worker.process.stdin.close()
     for worker in running:
         try:
             worker.process.wait(_STOP_S)

@@ -73,7 +73,6 @@ def run_launched(
     config: Config, folder: Path, resumed: bool, scratch: Path, rank: int, world_size: int
 ) -> int:
     """Be the worker ``rank`` that ``launch`` started on this machine; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it isn't blocked: the starter tells us
     note = phase_writer(scratch) if rank == 0 else None
     start = Start(
         rank,
@@ -86,6 +85,9 @@ def run_launched(
         stop=Stop(note),
     )
     threading.Thread(target=_listen, args=(start.stop,), daemon=True).start()
+    # the starter passes an interrupt on; some supervisors send SIGTERM to all processes at once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: start.stop.ask(number))
     return _guarded(start, lambda: _run(config, folder, resumed, start))
 
 
