@@ -8,8 +8,10 @@ seed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from thinwire.schemes.delta import Delta
 
 LR = 5e-4  # the default of thinwire train
 SEEDS = (0, 1, 2)
@@ -17,7 +19,7 @@ TEXTS = ("reference", "persuasion")  # the Python language reference, which is t
 
 FP32 = ("raw", "raw")
 BF16 = ("bf16", "bf16")
-#: What is compared: the width of activations and of gradients, coded directly.
+#: What is compared: the widths of activations and of gradients, coded directly.
 DIRECT = {
     "4/8": ("int4", "int8"),
     "4/4": ("int4", "int4"),
@@ -25,6 +27,7 @@ DIRECT = {
     "3/6": ("int3", "int6"),
     "tile/6": ("tile", "int6"),
 }
+MAIN = ("4/8", "2/4", "4/4")  # of these, for settings where all are too many
 
 
 @dataclass(frozen=True)
@@ -73,33 +76,83 @@ def delta(widths: tuple[str, str], options: str = "") -> tuple[str, str]:
 
 def grid() -> Iterator[Case]:
     """All cases, the most telling first, each once."""
-    yield from dict.fromkeys(_blocks())
+    has_ref = "ref" in {field.name for field in dataclasses.fields(Delta)}
+    for case in dict.fromkeys(_blocks()):
+        if has_ref or "delta" not in case.forward or "ref=fp32" in case.forward:
+            yield case
 
 
 def _blocks() -> Iterator[Case]:
-    first = Case()
-    old = ",ref=fp32"
-    yield from _plans(first, [FP32, DIRECT["4/8"]])
-    yield dataclasses.replace(first, ulp=True)
-    yield from _plans(first, [delta(DIRECT["4/8"], old), DIRECT["4/4"], DIRECT["2/4"]])
-    yield from _plans(first, [delta(DIRECT["2/4"], old), DIRECT["3/6"], BF16, DIRECT["tile/6"]])
-    for lr in (3e-3, 1e-3):
-        other = dataclasses.replace(first, lr=lr)
-        widths = (DIRECT["4/8"], DIRECT["2/4"])
-        yield from _plans(other, [FP32, widths[0], delta(widths[0], old), delta(widths[1], old)])
-        yield from _plans(other, [widths[1]])
-        yield dataclasses.replace(other, ulp=True)
-    yield from _plans(first, [delta(DIRECT["4/4"], old), delta(DIRECT["3/6"], old)])
+    """Where the effects lie, then the claim, ablations, and whether the claim holds elsewhere."""
+    claim = Case()
+    yield from _first_look(claim)
     for seed in SEEDS:
-        yield from _stateless(dataclasses.replace(first, seed=seed))
+        yield from _plans(claim, DIRECT, seed)
+    yield dataclasses.replace(claim, stages=4)  # fp32 there gives the same bits: once
+    for elsewhere in _elsewhere(claim):
+        yield from _plans(elsewhere, MAIN[:2], seed=0)
+    yield from _ablations(claim)
+    for seed in SEEDS:
+        for elsewhere in _elsewhere(claim):
+            yield from _plans(elsewhere, MAIN, seed)
+    for seed in SEEDS:
+        for elsewhere in _elsewhere(claim):
+            yield from _plans(elsewhere, DIRECT, seed)
+    for text in TEXTS:
+        for stages, epochs in ((4, 6), (4, 3), (2, 6)):
+            for seed in SEEDS:
+                combined = dataclasses.replace(claim, text=text, stages=stages, epochs=epochs)
+                yield from _plans(combined, DIRECT, seed)
 
 
-def _stateless(case: Case) -> Iterator[Case]:
-    yield from _plans(case, [FP32, *DIRECT.values(), BF16])
-    yield dataclasses.replace(case, ulp=True)
+def _first_look(claim: Case) -> Iterator[Case]:
+    """One seed at three learning rates, the widest and the narrowest widths."""
+    old = ",ref=fp32"
+    wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
+    for lr in (LR, 3e-3, 1e-3):
+        case = dataclasses.replace(claim, lr=lr)
+        yield from _with(case, FP32, wide, delta(wide, old), narrow, delta(narrow, old))
+        yield dataclasses.replace(case, ulp=True)
+    yield from _with(claim, delta(DIRECT["4/4"], old), delta(DIRECT["3/6"], old))
 
 
-def _plans(case: Case, plans: list[tuple[str, str]]) -> Iterator[Case]:
+def _elsewhere(claim: Case) -> Iterator[Case]:
+    """``claim`` with one thing changed."""
+    yield dataclasses.replace(claim, stages=4)
+    yield dataclasses.replace(claim, text="persuasion")
+    yield dataclasses.replace(claim, epochs=6)
+
+
+def _plans(case: Case, widths: Iterable[str], seed: int) -> Iterator[Case]:
+    """fp32, chance, and each of ``widths`` with delta and without; bf16 where all widths are."""
+    case = dataclasses.replace(case, seed=seed)
+    base = dataclasses.replace(case, stages=2)  # fp32 gives the same bits in any number of stages
+    yield base
+    yield dataclasses.replace(base, ulp=True)
+    for name in widths:
+        yield from _with(case, delta(DIRECT[name]), DIRECT[name])
+    if widths is DIRECT:
+        yield from _with(case, BF16)
+
+
+def _ablations(claim: Case) -> Iterator[Case]:
+    """One seed each: first visits, references, groups, rounding, and up to eight stages."""
+    wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
+    for first in ("raw", "bf16", "int4"):
+        yield from _with(claim, *(delta(widths, f",first={first}") for widths in (narrow, wide)))
+    for ref in ("fp32", "int4", "bf16"):
+        yield from _with(claim, *(delta(widths, f",ref={ref}") for widths in (narrow, wide)))
+    for option in ("group=row", "group=32", "round=stochastic"):
+        for widths in (wide, narrow):
+            optioned = (f"{widths[0]}:{option}", f"{widths[1]}:{option}")
+            yield from _with(claim, optioned, delta(optioned))
+    for stages in (2, 4, 8):
+        deep = dataclasses.replace(claim, layers=8, stages=stages)
+        yield from _with(dataclasses.replace(deep, stages=2), FP32)
+        yield from _with(deep, wide, delta(wide), narrow, delta(narrow))
+
+
+def _with(case: Case, *plans: tuple[str, str]) -> Iterator[Case]:
     """``case`` under each plan."""
     for forward, backward in plans:
         yield dataclasses.replace(case, forward=forward, backward=backward)
