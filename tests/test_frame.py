@@ -160,7 +160,7 @@ def test_wrong_magic_is_refused_as_no_frame() -> None:
 def test_another_version_is_refused_by_its_number() -> None:
     data = bytearray(example())
     data[4] = 9
-    with pytest.raises(FrameError, match="version 9; this is version 1"):
+    with pytest.raises(FrameError, match="version 9; this is version 2"):
         frame.parse(data)
 
 
@@ -196,7 +196,7 @@ def test_each_coordinate_alone_tells_frames_apart(field: str, value: int) -> Non
 def forged(body: bytes, count: int = 1, direction: int = 0) -> bytes:
     """A frame with a right length and checksum around any section table and payloads."""
     total = HEADER + len(body) + CHECKSUM
-    data = struct.pack("<4sBBHQIIIQ", b"TWIR", 1, direction, count, 0, 0, 0, 0, total) + body
+    data = struct.pack("<4sBBHQIIIQ", b"TWIR", 2, direction, count, 0, 0, 0, 0, total) + body
     return data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
 
 
@@ -429,7 +429,7 @@ def test_a_frame_can_be_read_by_hand_from_its_description() -> None:
     data = joined(place, [change, value])
 
     assert data[0:4] == b"TWIR"
-    assert data[4] == 1  # version
+    assert data[4] == 2  # version
     assert data[5] == 1  # backward
     assert struct.unpack_from("<H", data, 6) == (2,)  # sections
     assert struct.unpack_from("<Q", data, 8) == (0x1122334455667788,)  # run

@@ -105,7 +105,7 @@ def test_triton_gives_the_recorded_hashes_under_its_interpreter() -> None:
     code = (
         "from thinwire import selftest as s; s.levels = lambda: ['triton'];"
         "s.CODECS = {spec: s.CODECS[spec] for spec in ['int4', 'int8:symmetric']};"
-        "s.SCHEMES = {spec: s.SCHEMES[spec] for spec in ['delta(int2,first=int4)']};"
+        "s.SCHEMES = {spec: s.SCHEMES[spec] for spec in ['delta(int4)']};"
         "raise SystemExit(s.run([]))"
     )
     done = subprocess.run(

@@ -24,7 +24,7 @@ from thinwire.errors import FrameError, PeerAborted, SpecError
 
 Buffer = bytes | bytearray | memoryview
 MAGIC = b"TWIR"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<4sBBHQIIIQ")
 _SECTION = struct.Struct("<BBBBIQ")
 CHECKSUM_BYTES = 8
@@ -81,6 +81,8 @@ class Kind(enum.IntEnum):
     NONFINITE = 5  # a gradient with a NaN or an infinity: decodes to NaN, touches no state
     CONTROL = 6  # text or numbers between steps
     ABORT = 7  # the sender gave up; the payload is the reason
+    SAME = 8  # the value is the reference, as far as the receiver could tell; no payload
+    REPAIR = 9  # FIRST, since the two ends did not hold the same of these rows
 
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)
@@ -172,9 +174,9 @@ def checksum(data: Buffer) -> bytes:
 def head_nbytes(tensors: int, rows: int) -> int:
     """The most bytes before the payloads of ``tensors`` tensors of ``rows`` rows each.
 
-    A tensor has up to four sections, each with a row mask; versions come once a row.
+    A tensor has up to six sections, each with a row mask; versions come once a row.
     """
-    return _HEADER.size + tensors * (4 * (MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows)
+    return _HEADER.size + tensors * (6 * (MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows)
 
 
 def head(place: Place, count: int, table: bytes, payload_nbytes: int) -> bytes:

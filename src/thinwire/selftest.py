@@ -72,10 +72,11 @@ CODECS = {
 }
 #: Scheme to the same.
 SCHEMES = {
-    "delta(int4)": "b40e7d50e9615fc7",
-    "delta(int2,first=int4)": "b002ee6bdaacceb7",
-    "delta(int3:round=stochastic)": "5d30acef44acc2d6",
-    "delta(int8:symmetric,first=fp16)": "5f25b61ca361aa63",
+    "delta(int4)": "abfa38aed27c157f",
+    "delta(int2,first=int4,ref=fp32)": "0f53513393efdd18",
+    "delta(int3:round=stochastic,ref=bf16)": "aad21a985ad7da52",
+    "delta(topk:0.1,first=int6,ref=int4)": "4ca357c050eaad40",
+    "delta(int8:symmetric,first=fp16)": "b5e04c45e8235f45",
 }
 
 SPECS = list(CODECS)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.codecs.common import ALL, FIXED, FLOATS, LOSSY, ROWWISE, normal, quick, round_trip
 from thinwire import spec
 from thinwire.codecs import Codec, codec, register_codec
+from thinwire.codecs.keeping import KEEPINGS
 from thinwire.errors import NonFiniteError
 
 every = pytest.mark.parametrize("name", ALL)
@@ -337,7 +338,7 @@ def test_coding_the_change_of_shorter_rows_leaves_the_input_unchanged(name):
     x = normal(2, 300)
     before = [torch.zeros(200), torch.zeros(300)]
     after = [torch.empty(200), torch.empty(300)]
-    codec(name).encode_change(x, [200, 300], 0, before, after)
+    codec(name).encode_change(x, [200, 300], 0, before, after, KEEPINGS["fp32"])
     assert torch.equal(x, normal(2, 300))
 
 
@@ -347,7 +348,9 @@ def test_a_change_is_coded_into_a_buffer_of_any_stride(name):
     payloads = []
     for stride in (1, 2):
         buffer = torch.full((2 * 1300,), 171, dtype=torch.uint8)[::stride]
-        payload, _ = codec(name).encode_change(x, None, 0, list(m), list(m.clone()), buffer)
+        payload, _ = codec(name).encode_change(
+            x, None, 0, list(m), list(m.clone()), KEEPINGS["fp32"], buffer
+        )
         payloads.append(payload)
     assert torch.equal(*payloads)
 

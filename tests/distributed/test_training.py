@@ -180,7 +180,7 @@ def watch(rank: int, world_size: int, forward: str, backward: str) -> Any:
 
 def test_the_receiver_computes_on_the_updated_reference(pool: Pool) -> None:
     (_, _, _, sent, _), (inputs, _, _, held, _) = pool.run(
-        watch, "delta(int4)", "int8", world_size=2
+        watch, "delta(int4,ref=fp32)", "int8", world_size=2
     )
     assert torch.equal(sent, held)
     assert torch.equal(torch.cat(inputs[4:]), held)  # the second step's four micro-batches

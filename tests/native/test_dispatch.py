@@ -26,6 +26,7 @@ from tests.codecs.common import normal
 from tests.native.interpreter import run_under_the_interpreter
 from tests.schemes.links import mixed_step, visit, visits_of
 from thinwire.codecs import codec
+from thinwire.codecs.keeping import KEEPINGS
 from thinwire.native import (
     IntegerFormat,
     kernels,
@@ -158,9 +159,9 @@ def changing(
             before = [row[:size] for row, size in zip(m, sizes, strict=True)]
             ends.append((before, before if in_place else [torch.zeros_like(r) for r in before]))
         room = x.new_full((c.max_nbytes(x.shape, x.dtype) + 9,), 171, dtype=torch.uint8)
-        payload, energies = c.encode_change(x, lengths, 5, *ends[0], room)
+        payload, energies = c.encode_change(x, lengths, 5, *ends[0], KEEPINGS["fp32"], room)
         y = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-        c.decode_change(payload, lengths, *ends[1], y)
+        c.decode_change(payload, lengths, *ends[1], KEEPINGS["fp32"], y)
         return [payload, room, energies, ends[0][1], ends[1][1], y]
 
     return call

@@ -18,6 +18,7 @@ from tests.schemes.links import (
     visits_of,
 )
 from thinwire.codecs import codec
+from thinwire.codecs.keeping import KEEPINGS
 from thinwire.errors import FrameError, NonFiniteError
 from thinwire.frame import Kind
 from thinwire.schemes import scheme
@@ -26,9 +27,10 @@ SPECS = [
     "delta(int4)",
     "delta(int2,first=int4)",
     "delta(int3:round=stochastic)",
-    "delta(int1,first=bf16)",
-    "delta(int8:symmetric,first=fp16)",
-    "delta(int4:group=32,first=raw)",
+    "delta(int1,first=bf16,ref=fp32)",
+    "delta(int8:symmetric,first=fp16,ref=bf16)",
+    "delta(int4:group=32,first=raw,ref=int4)",
+    "delta(topk:0.2,first=int4,ref=bf16)",
 ]
 
 
@@ -40,7 +42,8 @@ def error(x, y):
 
 
 @pytest.mark.parametrize(
-    ("spec", "factor"), [("delta(int4)", 0.15), ("delta(int3)", 0.35), ("delta(int2)", 0.6)]
+    ("spec", "factor"),
+    [("delta(int4,ref=fp32)", 0.15), ("delta(int3,ref=fp32)", 0.35), ("delta(int2,ref=fp32)", 0.6)],
 )
 def test_the_error_of_a_constant_activation_shrinks_geometrically(spec, factor):
     link, x = Link(spec), normal(4, 512)
@@ -53,12 +56,15 @@ def test_the_error_of_a_constant_activation_shrinks_geometrically(spec, factor):
 def test_the_error_of_a_constant_activation_never_grows(spec):
     link, x = Link(spec), normal(4, 512)
     errors = [error(x, link.step(x, range(4))) for _ in range(30)]
+    floor = 1.5 * min(
+        errors[1:]
+    )  # where what is kept is off by as much as a change brings it nearer
     for before, after in pairwise(errors):
-        assert after <= max(before, 1e-6)
+        assert after <= max(before, floor, 1e-6)
 
 
 def test_the_change_is_taken_against_the_reconstruction_not_the_last_value():
-    link, x = Link("delta(int2)"), normal(1, 512)
+    link, x = Link("delta(int2,ref=fp32)"), normal(1, 512)
     first = link.step(x, [0])
     second = link.step(x, [0])
     change = codec("int2").encode(x - first)
@@ -83,14 +89,20 @@ def test_both_ends_hold_the_same_references_after_mixed_steps(spec):
         if number % 25 == 0:
             assert len(set(link.digests)) == 1
     assert len(set(link.digests)) == 1
-    assert met == {Kind.FIRST, Kind.CHANGE, Kind.RESEED, Kind.VALUE}
+    assert met >= {Kind.FIRST, Kind.CHANGE, Kind.VALUE}
 
 
-def test_the_receiver_computes_on_the_new_reference():
-    link, x = Link("delta(int4)"), normal(2, WIDTH)
+@pytest.mark.parametrize("ref", KEEPINGS)
+def test_the_receiver_computes_on_what_becomes_the_reference(ref):
+    link, x = Link(f"delta(int4,ref={ref})"), normal(2, WIDTH)
     for k in range(3):
         found = link.step(x + 0.1 * normal(2, WIDTH, seed=k), [5, 6])
-        assert found.equal(link.receiver.store.read([5, 6]))
+        kept = link.receiver.store.rows([5, 6])
+        if (ref, k) != ("int8", 0):  # a first visit in the reference's own format stays as it is
+            expected = KEEPINGS[ref].keep(found, None)
+            assert all(a.equal(b) for a, b in zip(kept, expected, strict=True))
+        if ref == "fp32" or (ref, k) == ("int8", 0):
+            assert found.equal(KEEPINGS[ref].read(kept, None, WIDTH))
 
 
 def test_what_the_receiver_computes_on_does_not_alias_the_state():

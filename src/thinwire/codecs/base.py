@@ -12,14 +12,18 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import NonFiniteError
 from thinwire.native import Bound, delta_reference
+from thinwire.native.delta_reference import Kept
 from thinwire.spec import Named
+
+if TYPE_CHECKING:
+    from thinwire.codecs.keeping import Keeping
 
 Lengths = Sequence[int] | Tensor
 
@@ -206,27 +210,29 @@ class Codec(Named):
         seed: int | Tensor,
         before: Sequence[Tensor],
         after: Sequence[Tensor],
+        keeping: Keeping,
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[float, float]]]:
         """The AQ-SGD step: the change of ``x`` [rows, n] from references, which move.
 
-        ``before`` and ``after`` hold a float32 reference a row, of its length; ``after`` gets what
-        a receiver will hold, before + decode(payload). Returns the payload, and for each row the
-        energies (sums of squares, float32) of its change and its value. Raises NonFiniteError, with
-        ``after`` undefined, if a change cannot be coded.
+        ``before`` and ``after`` hold a reference a row, of its length, as ``keeping`` keeps it;
+        ``after`` gets what is kept of before + decode(payload). Returns the payload, and for each
+        row the energies (sums of squares, float32) of its change and its value. Raises
+        NonFiniteError, with ``after`` undefined, if a change cannot be coded or a sum kept.
         """
         rows, n = x.shape
+        sizes = row_sizes(lengths, rows, n)
         values = x.detach().to(torch.float32, copy=lengths is not None)
-        for row, size in enumerate(row_sizes(lengths, rows, n) or ()):
-            values[row, size:] = 0
-        m = _padded(before, n)
+        for index, size in enumerate(sizes or ()):
+            values[index, size:] = 0
+        m = keeping.read(before, sizes, n)
         change = values - m
         payload = self.encode(change, rows, lengths, seed, out)
         y = m + self.decode(payload, change.shape, torch.float32, rows, lengths)
-        for row, target in zip(y, after, strict=True):
-            target.copy_(row[: target.numel()])
-            if not bool(torch.isfinite(target).all()):
-                raise NonFiniteError("a reference would exceed float32")
+        if not bool(torch.isfinite(y).all()):
+            raise NonFiniteError("a reference would exceed float32")
+        for target, row in zip(after, keeping.keep(y, sizes), strict=True):
+            target.copy_(row)
         energies = [delta_reference.energies(v).tolist() for v in (change, values)]
         return payload, list(zip(*energies, strict=True))
 
@@ -236,26 +242,32 @@ class Codec(Named):
         lengths: Lengths | None,
         before: Sequence[Tensor],
         after: Sequence[Tensor],
+        keeping: Keeping,
         y: Tensor,
     ) -> None:
-        """The receiver's half: moves references by ``payload``, and sets ``y`` [rows, n] to them.
+        """The receiver's half: moves references by ``payload``, and sets ``y`` [rows, n] to what
+        they are before they are kept.
 
         ``y`` has contiguous rows and any float dtype; beyond each row's length it becomes zero.
         Raises ValueError, with ``after`` and ``y`` undefined, if the payload does not fit.
         """
         rows, n = y.shape
-        m = _padded(before, n)
+        sizes = row_sizes(lengths, rows, n)
+        m = keeping.read(before, sizes, n)
         total = m + self.decode(payload, (rows, n), torch.float32, rows, lengths)
-        for row, target in zip(total, after, strict=True):
-            target.copy_(row[: target.numel()])
         if not bool(torch.isfinite(total).all()):
             raise ValueError(f"codec {self}: the payload takes a reference beyond float32")
+        for target, row in zip(after, keeping.keep(total, sizes), strict=True):
+            target.copy_(row)
         y.copy_(saturated(total, y.dtype))
 
-    def bound(self, dtype: torch.dtype, rows: int, n: int) -> Bound | None:
+    def bound(
+        self, dtype: torch.dtype, rows: int, n: int, how: Kept = torch.float32
+    ) -> Bound | None:
         """The kernels for contiguous tensors [rows, n] on the CPU, rows whole, without noise.
 
-        None where there are none, or where the size of a payload is not known ahead.
+        ``how`` are references kept. None where there are none, or where the size of a payload is
+        not known ahead.
         """
         return None
 
@@ -350,16 +362,6 @@ def _first_unfit(x: Tensor, lengths: Lengths | None, rows: int) -> int:
         valid[row, size:] = 0
     bad = torch.nonzero(~torch.isfinite(valid.flatten()))
     return int(bad[0]) if len(bad) else int(valid.flatten().abs().argmax())
-
-
-def _padded(references: Sequence[Tensor], n: int) -> Tensor:
-    """References as [rows, n] float32, zeros beyond each one's length."""
-    if all(row.numel() == n for row in references):
-        return torch.stack(list(references))
-    m = references[0].new_zeros((len(references), n))
-    for target, row in zip(m, references, strict=True):
-        target[: row.numel()] = row
-    return m
 
 
 def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:

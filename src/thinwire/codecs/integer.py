@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ from thinwire.codecs import zstd
 from thinwire.codecs.base import Codec, Lengths, row_seeds, row_sizes, unfit_value
 from thinwire.errors import SpecError
 from thinwire.native import planes
+from thinwire.native.delta_reference import Kept
 from thinwire.spec import register
+
+if TYPE_CHECKING:
+    from thinwire.codecs.keeping import Keeping
 
 _SMALLEST_GROUP = 8
 _LARGEST_GROUP = 1 << 20
@@ -226,12 +230,13 @@ class Integer(Codec):
         seed: int | Tensor,
         before: Sequence[Tensor],
         after: Sequence[Tensor],
+        keeping: Keeping,
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[float, float]]]:
         in_line = out is None or out.is_contiguous()
         kernels = native.kernels_for(x, self.format) if self.fixed_size and in_line else None
         if kernels is None:
-            return super().encode_change(x, lengths, seed, before, after, out)
+            return super().encode_change(x, lengths, seed, before, after, keeping, out)
         rows, n = x.shape
         sizes = row_sizes(lengths, rows, n)
         payload = self._room(x, sizes, out)
@@ -244,7 +249,7 @@ class Integer(Codec):
             payload,
             before,
             after,
-            torch.float32,
+            keeping.how,
             energies,
         )
         if place >= 0:
@@ -257,24 +262,26 @@ class Integer(Codec):
         lengths: Lengths | None,
         before: Sequence[Tensor],
         after: Sequence[Tensor],
+        keeping: Keeping,
         y: Tensor,
     ) -> None:
         kernels = native.kernels_for(y, self.format) if self.fixed_size else None
         if kernels is None:
-            super().decode_change(payload, lengths, before, after, y)
+            super().decode_change(payload, lengths, before, after, keeping, y)
             return
         rows, n = y.shape
         sizes = row_sizes(lengths, rows, n)
         total = self._payload_nbytes(rows, n, sizes, y.dtype)
         self._check_payload(payload, y.shape, total, total)
-        kept = torch.float32
         if not kernels.delta_decode(
-            payload.contiguous(), (rows, n), sizes, self.format, before, after, kept, y
+            payload.contiguous(), (rows, n), sizes, self.format, before, after, keeping.how, y
         ):
             raise ValueError(f"codec {self}: the payload holds {self._invalid}")
 
-    def bound(self, dtype: torch.dtype, rows: int, n: int) -> native.Bound | None:
-        return None if self.zstd else native.bound(self.format, dtype, rows, n)
+    def bound(
+        self, dtype: torch.dtype, rows: int, n: int, how: Kept = torch.float32
+    ) -> native.Bound | None:
+        return None if self.zstd else native.bound(self.format, dtype, rows, n, how)
 
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         return native.encode_rows(x.to(torch.float32), self.format, seeds, out)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec
+from thinwire.codecs.keeping import KEEPINGS
 from thinwire.spec import parse
 
+_KEEPING = KEEPINGS["fp32"]
 _LIBRARY = torch.library.Library("thinwire", "DEF")
 _SCHEMAS = (
     "encode(Tensor x, str codec, int seed=0) -> Tensor",
@@ -44,7 +46,7 @@ def decode(payload: Tensor, codec: str, shape: Sequence[int], dtype: torch.dtype
 
 def delta_encode(x: Tensor, m: Tensor, codec: str, seed: int = 0) -> Tensor:
     rows, after = _moving(m)
-    payload, _ = _codec(codec).encode_change(x.reshape(m.shape), None, seed, rows, after)
+    payload, _ = _codec(codec).encode_change(x.reshape(m.shape), None, seed, rows, after, _KEEPING)
     m.copy_(torch.stack(after))
     return payload
 
@@ -52,7 +54,7 @@ def delta_encode(x: Tensor, m: Tensor, codec: str, seed: int = 0) -> Tensor:
 def delta_decode(payload: Tensor, m: Tensor, codec: str) -> Tensor:
     rows, after = _moving(m)
     y = torch.empty_like(m, memory_format=torch.contiguous_format)
-    _codec(codec).decode_change(payload, None, rows, after, y)
+    _codec(codec).decode_change(payload, None, rows, after, _KEEPING, y)
     m.copy_(y)
     return y
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -212,15 +211,18 @@ class Bound:
 
     What does not change from call to call is converted once, and bytes are given by where they
     lie (tensors by ``data_ptr``, payloads by ``address``, references by ``addresses``), so that a
-    message whose shape is known ahead costs one call. References are float32; there is no noise.
-    Not for two threads at once.
+    message whose shape is known ahead costs one call. References are kept as ``how``; there is no
+    noise. Not for two threads at once.
     """
 
-    def __init__(self, fmt: IntegerFormat, dtype: torch.dtype, rows: int, n: int) -> None:
+    def __init__(
+        self, fmt: IntegerFormat, dtype: torch.dtype, rows: int, n: int, how: Kept
+    ) -> None:
         functions = _functions()
         self._encode, self._decode = functions.encode, functions.decode
         self._delta_encode, self._delta_decode = functions.delta_encode, functions.delta_decode
         self._fmt, self._dtype, self._rows, self._n = _format(fmt), DTYPES[dtype], rows, n
+        self._how = _kept(how)
         self._energies = (ctypes.c_float * (2 * rows))()
 
     def encode(self, x: int, payload: Any) -> bool:
@@ -233,32 +235,38 @@ class Bound:
         fmt, dtype, rows, n, threads = self._constants()
         return self._decode(fmt, payload, dtype, y, rows, n, n, None, threads) < 0
 
-    def delta_encode(self, x: int, before: Any, after: Any, payload: Any) -> bool:
-        """The AQ-SGD step; False, with the payload and ``after`` undefined, if a value cannot be
-        coded or a row's change has more energy than its value.
+    def delta_encode(
+        self, x: int, before: Any, after: Any, payload: Any
+    ) -> list[tuple[float, float]] | None:
+        """The AQ-SGD step; each row's energies of change and value.
+
+        None, with the payload and ``after`` undefined, if a value cannot be coded.
         """
         fmt, dtype, rows, n, threads = self._constants()
-        x_and_references = dtype, x, rows, n, n, None, 0, None, before, after
+        x_and_references = dtype, x, rows, n, n, None, *self._how, before, after
         energies = self._energies
         if self._delta_encode(fmt, *x_and_references, None, payload, energies, threads) >= 0:
-            return False
+            return None
         found = energies[:]
-        return not any(map(operator.gt, found[::2], found[1::2]))
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def delta_decode(self, payload: Any, before: Any, after: Any, y: int) -> bool:
         """The receiver's half; False, with ``after`` and ``y`` undefined, if it is invalid."""
         fmt, dtype, rows, n, threads = self._constants()
-        references = rows, n, None, 0, None, before, after
+        references = rows, n, None, *self._how, before, after
         return self._delta_decode(fmt, payload, *references, dtype, y, n, threads) < 0
 
     def _constants(self) -> tuple[Any, int, int, int, int]:
         return self._fmt, self._dtype, self._rows, self._n, torch.get_num_threads()
 
 
-def bound(fmt: IntegerFormat, dtype: torch.dtype, rows: int, n: int) -> Bound | None:
-    """The kernels bound to tensors [rows, n] of ``dtype``; None where they do not take them."""
+def bound(
+    fmt: IntegerFormat, dtype: torch.dtype, rows: int, n: int, how: Kept = torch.float32
+) -> Bound | None:
+    """The kernels bound to tensors [rows, n] of ``dtype``, and to references that are kept as
+    ``how``; None where they do not take them."""
     fits = dtype in (torch.float32, torch.bfloat16) and rows * n > 0 and not fmt.stochastic
-    return Bound(fmt, dtype, rows, n) if fits and library.library() is not None else None
+    return Bound(fmt, dtype, rows, n, how) if fits and library.library() is not None else None
 
 
 def address(view: memoryview, start: int = 0) -> Any:

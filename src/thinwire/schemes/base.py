@@ -21,6 +21,7 @@ from torch import Tensor
 from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section
 from thinwire.spec import Named
+from thinwire.store import ReferenceStore
 
 
 class Visit(NamedTuple):
@@ -71,6 +72,11 @@ class Form:
         """How many values travel."""
         return math.prod(self.shape)
 
+    @property
+    def width(self) -> int:
+        """Values of each row."""
+        return math.prod(self.shape[1:])
+
     def fits(self, x: Tensor) -> bool:
         """Whether ``x`` is such a tensor, on the CPU, its values end to end."""
         return x.shape == self.shape and x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
@@ -99,6 +105,9 @@ class Foreseen(ABC):
 
 class End(ABC):  # noqa: B024  its two roles are abstract
     """One tensor's state at one end of a link; this one has none."""
+
+    #: What both ends remember of each sample, where they do.
+    store: ReferenceStore | None = None
 
     def begin_step(self, visits: Sequence[Visit]) -> None:  # noqa: B027  stateless by default
         """Called with the visits of all micro-batches of a training step, at both ends alike."""

@@ -4,31 +4,33 @@ Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activati
 with Guarantees", Algorithm 1. Both ends hold, for each sample, the reference m: what the receiver
 has computed on at the last visit. On a visit with value x
 
-1. seen for the first time: m <- decode(first.encode(x));
-2. later: m <- m + decode(change.encode(x - m)), a closed loop, since m includes old errors;
-3. where the change has more energy than the value: m <- decode(change.encode(x));
-4. the receiver computes on the new m; the sender back-propagates through its exact x.
+1. seen for the first time: y <- decode(first.encode(x));
+2. later: y <- m + decode(change.encode(x - m)), a closed loop, since m includes old errors;
+3. where the change has more energy than the value: y <- decode(change.encode(x));
+4. where the change is less than an int8 reference is off anyway: y <- m, and only that is sent;
+5. the receiver computes on y; the sender back-propagates through its exact x;
+6. m <- y as ``ref`` keeps it: fp32, bf16, int8 or int4.
 
-"First" is per sample, not per epoch. A sample's second occurrence in a step, and evaluation, send
-a value in the ``first`` codec and leave m alone. m is float32; both ends add the same decoded
-payload with one addition a value, so their copies are equal to the bit.
+"First" is per sample, not per epoch. A sample's second occurrence in a step, one for which there
+is no room, and evaluation, send a value in the ``first`` codec and leave m alone. Both ends add the
+same decoded payload with one addition a value, and keep the sum by the same function, so their
+copies are equal to the bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
 from thinwire.codecs.base import saturated, unfit_value
+from thinwire.codecs.keeping import KEEPINGS
 from thinwire.errors import FrameError, NonFiniteError
-from thinwire.frame import Kind, Section, entry, state
-from thinwire.native import Bound, addresses
+from thinwire.frame import Kind, Section
 from thinwire.schemes.base import (
     Foreseen,
     Form,
@@ -39,24 +41,28 @@ from thinwire.schemes.base import (
     expect_sections,
     keys_digest,
 )
+from thinwire.schemes.short import ForeseenChange, ForeseenFirst, Rows, Way
 from thinwire.schemes.value import Value
 from thinwire.spec import register
-from thinwire.store import Held, MemoryStore, plan_step
+from thinwire.store import Held, ReferenceStore
 from thinwire.store import Visit as Mode
 
 #: Not float32: the first epoch would otherwise bound the speed-up of the whole run.
 FIRST_VISIT = codec("int8")
+_IN_CHANGE = (Kind.CHANGE, Kind.RESEED, Kind.SAME)
 
 
 @register("scheme", "delta")
 @dataclasses.dataclass(frozen=True)
 class Delta(Scheme):
-    """``change`` codes the later visits, ``first`` each sample's first."""
+    """``change`` codes the later visits, ``first`` each sample's first; ``ref`` keeps what both
+    ends remember."""
 
     needs_keys: ClassVar[bool] = True
 
     change: Codec
     first: Codec = FIRST_VISIT
+    ref: Literal["fp32", "bf16", "int8", "int4"] = "int8"
 
     @property
     def stochastic(self) -> bool:
@@ -77,11 +83,21 @@ class Delta(Scheme):
 
     def codec_of(self, kind: Kind) -> Codec:
         """The codec in which sections of ``kind`` travel."""
-        return self.change if kind in (Kind.CHANGE, Kind.RESEED) else self.first
+        return self.change if kind in _IN_CHANGE else self.first
 
 
-_DELTA_KINDS = (Kind.VALUE, Kind.FIRST, Kind.CHANGE, Kind.RESEED)
-_KINDS = {Mode.FIRST: Kind.FIRST, Mode.AGAIN: Kind.CHANGE, Mode.REPEAT: Kind.VALUE}
+_DELTA_KINDS = (Kind.VALUE, Kind.FIRST, Kind.REPAIR, Kind.CHANGE, Kind.RESEED, Kind.SAME)
+_KINDS = {
+    Mode.FIRST: Kind.FIRST,
+    Mode.AGAIN: Kind.CHANGE,
+    Mode.REPEAT: Kind.VALUE,
+    Mode.UNKEPT: Kind.VALUE,
+}
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The part of a value's energy below which a change is lost in the value's own rounding."""
+    return (torch.finfo(dtype).eps / 2) ** 2
 
 
 class _DeltaEnd:
@@ -92,47 +108,59 @@ class _DeltaEnd:
     """
 
     def __init__(self, scheme: Delta) -> None:
-        self.scheme = scheme
-        self.store = MemoryStore()
-        self._plan: list[list[Mode]] = []
+        self.scheme, self.keeping = scheme, KEEPINGS[scheme.ref]
+        self.store = ReferenceStore(self.keeping)
+        self._plan: list[list[Kind]] = []
         self._spare: dict[int, list[Tensor]] = {}  # by length
         self._visits: tuple[Visit, ...] = ()
-        self._ways: dict[tuple[Any, ...], _Way | None] = {}
-        self._spare_rows: _Rows | None = None
+        self._ways: dict[tuple[Any, ...], Way | None] = {}
+        self._spare_rows: Rows | None = None
+        self._repaired: set[int] = set()
         self.names = {kind: str(scheme.codec_of(kind)) for kind in _DELTA_KINDS}
 
     def begin_step(self, visits: Sequence[Visit]) -> None:
-        self._plan = plan_step(self.store.lengths, [(_keys(v), v.lengths) for v in visits])
+        microbatches = [(_keys(v), v.lengths) for v in visits]
+        plan = self.store.plan(microbatches)
+        self.store.begin(microbatches, plan)
+        self._plan = [[_KINDS[mode] for mode in modes] for modes in plan.visits]
+        if self._repaired:
+            self._mark_repairs(visits)
         self._visits = tuple(visits)
+
+    def repair(self, keys: Sequence[int]) -> None:
+        """The other end does not hold what this one does of ``keys``: both forget them."""
+        self.store.drop(keys)
+        self._repaired.update(keys)
+
+    def _mark_repairs(self, visits: Sequence[Visit]) -> None:
+        for kinds, visit in zip(self._plan, visits, strict=True):
+            for row, key in enumerate(_keys(visit)):
+                if kinds[row] == Kind.FIRST and key in self._repaired:
+                    kinds[row] = Kind.REPAIR
+                    self._repaired.discard(key)
 
     def foresee(
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
-        modes = self._plan[microbatch]
-        if visit.padded or not modes or modes.count(modes[0]) < len(modes):
+        kinds = self._plan[microbatch]
+        if visit.padded or not kinds or kinds.count(kinds[0]) < len(kinds):
             return None
-        known = (modes[0], shape, dtype)
+        make = _SHORT.get(kinds[0])
+        if make is None:
+            return None
+        known = (kinds[0], shape, dtype)
         if known not in self._ways:
-            self._ways[known] = self._way(_KINDS[modes[0]], shape, dtype)
+            coder = self.scheme.codec_of(kinds[0])
+            self._ways[known] = Way.of(kinds[0], coder, self.keeping, shape, dtype, _least(dtype))
         way = self._ways[known]
-        return None if way is None else way.make(way, self, _keys(visit))
-
-    def _way(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype) -> _Way | None:
-        coder, rows, n = self.scheme.codec_of(kind), shape[0], _width(shape)
-        kernels, wide = coder.bound(dtype, rows, n), coder.bound(torch.float32, rows, n)
-        if kernels is None or wide is None or kind == Kind.VALUE:
-            return None
-        form = Form(kind, shape, dtype, rows * coder.row_nbytes(n, dtype))
-        section = Section(kind, self.names[kind], dtype, shape, versions=[])
-        make = _ForeseenChange if kind == Kind.CHANGE else _ForeseenFirst
-        return _Way(form, entry(section, form.nbytes), kernels, wide, make)
+        return None if way is None else make(way, self, _keys(visit))
 
     def kinds(self, microbatch: int, visit: Visit) -> list[Kind]:
         """The kind of each row, as planned unless its length came out otherwise.
 
-        A sender may still turn CHANGE into RESEED.
+        A sender may still turn CHANGE into RESEED or SAME.
         """
-        kinds = [_KINDS[mode] for mode in self._plan[microbatch]]
+        kinds = list(self._plan[microbatch])
         if visit is self._visits[microbatch]:
             return kinds
         held = self.store.lengths
@@ -149,27 +177,33 @@ class _DeltaEnd:
             for row in before
         ]
 
-    def rows_like(self, form: Form) -> _Rows:
+    def rows_like(self, form: Form) -> Rows:
         """Room for the references of a message of this form, which are to move."""
         spare = self._spare_rows
         if spare is None or spare.form is not form:
-            width = _width(form.shape)
-            rows = [torch.empty(width, dtype=torch.float32) for _ in range(form.shape[0])]
-            spare = self._spare_rows = _Rows(form, rows)
+            rows = [self.keeping.empty(form.width) for _ in range(form.shape[0])]
+            spare = self._spare_rows = Rows(form, rows)
         return spare
 
-    def move(self, held: Sequence[Held], before: _Rows, after: _Rows) -> None:
+    def move(self, held: Sequence[Held], before: Rows, after: Rows) -> None:
         """The references ``held`` are ``after`` from now on, and ``before`` is room."""
-        for one, row in zip(held, after.rows, strict=True):
-            one.renew(row)
-        self._spare_rows = before
+        free = [one.renew(row) for one, row in zip(held, after.rows, strict=True)]
+        self._spare_rows = before if all(free) else None
 
-    def put(self, keys: Sequence[int], rows: Sequence[Tensor]) -> None:
+    def put(self, keys: Sequence[int], rows: Sequence[Tensor], values: Sequence[int]) -> None:
         """The references of ``keys`` are ``rows`` from now on."""
-        for old in self.store.put(keys, rows):
+        for old in self.store.put(keys, rows, values):
             spare = self._spare.setdefault(old.numel(), [])
             if len(spare) < len(rows):  # more is never asked for at once
                 spare.append(old)
+
+    def kept(
+        self, coder: Codec, payload: Tensor, y: Tensor, lengths: list[int] | None
+    ) -> list[Tensor]:
+        """The references that ``y`` [rows, n] float32, which is behind ``payload``, leaves."""
+        if self.keeping.holds(coder):
+            return self.keeping.split(payload, lengths or [y.shape[1]] * len(y))
+        return self.keeping.keep(y, lengths)
 
     def digest(self) -> int:
         return self.store.digest()
@@ -181,77 +215,16 @@ class _DeltaEnd:
         self.store.load_state_dict(state)
 
 
-class _Rows:
-    """A message's references, and where they lie."""
-
-    __slots__ = ("addresses", "form", "rows")
-
-    def __init__(self, form: Form, rows: list[Tensor]) -> None:
-        self.form, self.rows, self.addresses = form, rows, addresses(rows)
-
-
-@dataclasses.dataclass(slots=True)
-class _Way:
-    """How micro-batches of one form travel; ``entry`` lacks the state."""
-
-    form: Form
-    entry: bytes
-    kernels: Bound
-    wide: Bound  # the same for float32
-    make: type[_ForeseenChange | _ForeseenFirst]
-
-
-class _ForeseenVisit(Foreseen):
-    def __init__(self, way: _Way, end: _DeltaEnd, keys: tuple[int, ...]) -> None:
-        known = state(keys_digest(keys), end.store.versions(keys))
-        super().__init__(way.form, way.entry + known)
-        self._way, self._end, self._keys = way, end, keys
-
-
-class _ForeseenChange(_ForeseenVisit):
-    def __init__(self, way: _Way, end: _DeltaEnd, keys: tuple[int, ...]) -> None:
-        super().__init__(way, end, keys)
-        self._held = end.store.held(keys)
-        self._before = _Rows(way.form, [held.row for held in self._held])
-
-    def encode(self, x: int, payload: Any) -> bool:
-        before, after = self._before, self._end.rows_like(self.form)
-        kernels = self._way.kernels
-        if not kernels.delta_encode(x, before.addresses, after.addresses, payload):
-            return False
-        self._end.move(self._held, before, after)
-        return True
-
-    def decode(self, payload: Any, y: int) -> bool:
-        before, after = self._before, self._end.rows_like(self.form)
-        kernels = self._way.kernels
-        if not kernels.delta_decode(payload, before.addresses, after.addresses, y):
-            return False
-        self._end.move(self._held, before, after)
-        return True
-
-
-class _ForeseenFirst(_ForeseenVisit):
-    def __init__(self, way: _Way, end: _DeltaEnd, keys: tuple[int, ...]) -> None:
-        super().__init__(way, end, keys)
-        self._value = torch.empty((len(keys), _width(way.form.shape)), dtype=torch.float32)
-        self._rows = self._value.unbind()
-
-    def encode(self, x: int, payload: Any) -> bool:
-        return self._way.kernels.encode(x, payload) and self._keep(payload)
-
-    def decode(self, payload: Any, y: int) -> bool:
-        return self._way.kernels.decode(payload, y) and self._keep(payload)
-
-    def _keep(self, payload: Any) -> bool:
-        """Make what ``payload`` holds the references, in float32; False if it is invalid."""
-        if not self._way.wide.decode(payload, self._value.data_ptr()):
-            return False
-        self._end.put(self._keys, self._rows)
-        return True
+_SHORT: dict[Kind, type[ForeseenChange | ForeseenFirst]] = {
+    Kind.CHANGE: ForeseenChange,
+    Kind.FIRST: ForeseenFirst,
+    Kind.REPAIR: ForeseenFirst,
+}
 
 
 class _DeltaSender(_DeltaEnd, Sender):
+    store: ReferenceStore
+
     def encode(
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
@@ -265,13 +238,15 @@ class _DeltaSender(_DeltaEnd, Sender):
                 for coded in self._code(kind, values, kinds, visit, space):
                     there = _some_keys(keys, coded.rows)
                     sections.append(self._section(coded, there, x, visit))
-                    if coded.references is not None:
-                        moves.append((there, coded.references))
+                    moves.append((coded, there))
         except NonFiniteError:
             coder = self.scheme.codec_of(kind)
             raise unfit_value(x, coder, visit.valid, len(keys)) from None
-        for there, references in moves:
-            self.put(there, references)
+        for coded, there in moves:
+            if coded.kind == Kind.SAME:
+                self.store.touch(there)
+            elif coded.references is not None:
+                self.put(there, coded.references, [visit.lengths[r] for r in coded.rows])
         return sections
 
     def _section(self, coded: _Coded, keys: Sequence[int], x: Tensor, visit: Visit) -> Section:
@@ -289,7 +264,8 @@ class _DeltaSender(_DeltaEnd, Sender):
     def _code(
         self, kind: Kind, values: Tensor, kinds: list[Kind], visit: Visit, space: _Space
     ) -> list[_Coded]:
-        """The rows of ``kind``: one section of them, or two if changes turn out too large."""
+        """The rows of ``kind``: one section of them, or more if some changes turn out too large, or
+        nothing."""
         rows = [r for r, k in enumerate(kinds) if k == kind]
         if kind != Kind.CHANGE:
             return [self._value(kind, values, rows, visit, space)]
@@ -301,16 +277,28 @@ class _DeltaSender(_DeltaEnd, Sender):
             _seeds(visit, rows),
             before,
             after,
+            self.keeping,
             space.rest,
         )
-        larger = [r for r, (change, value) in zip(rows, energies, strict=True) if change > value]
-        if not larger:
+        least = _least(values.dtype)
+        for row, (change, value) in zip(rows, energies, strict=True):
+            if change > value:
+                kinds[row] = Kind.RESEED
+            elif change <= least * value:
+                kinds[row] = Kind.SAME
+        found = [kinds[row] for row in rows]
+        if Kind.RESEED not in found and Kind.SAME not in found:
             return [_Coded(kind, rows, space.took(payload), after)]
-        for row in larger:
-            kinds[row] = Kind.RESEED
-        smaller = len(larger) < len(rows)
-        rest = self._code(kind, values, kinds, visit, space) if smaller else []
-        return [*rest, self._value(Kind.RESEED, values, larger, visit, space)]
+        coded = []
+        if Kind.CHANGE in found:
+            coded += self._code(Kind.CHANGE, values, kinds, visit, space)
+        if Kind.RESEED in found:
+            large = [r for r in rows if kinds[r] == Kind.RESEED]
+            coded.append(self._value(Kind.RESEED, values, large, visit, space))
+        if Kind.SAME in found:
+            same = [r for r in rows if kinds[r] == Kind.SAME]
+            coded.append(_Coded(Kind.SAME, same, payload[:0], None))
+        return coded
 
     def _value(
         self, kind: Kind, values: Tensor, rows: list[int], visit: Visit, space: _Space
@@ -325,7 +313,7 @@ class _DeltaSender(_DeltaEnd, Sender):
         if kind == Kind.VALUE:
             return _Coded(kind, rows, payload, None)
         y = coder.decode(payload, part.shape, torch.float32, len(rows), lengths)
-        return _Coded(kind, rows, payload, _references(y, lengths))
+        return _Coded(kind, rows, payload, self.kept(coder, payload, y, lengths))
 
 
 class _Space:
@@ -352,39 +340,50 @@ class _Coded:
 
 
 class _DeltaReceiver(_DeltaEnd, Receiver):
+    store: ReferenceStore
+
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         keys = _keys(visit)
         shape = expect_sections(sections, _DELTA_KINDS, len(keys), "a delta-coded tensor")
         self._check(sections, self.kinds(microbatch, visit), visit)
         head = sections[0]
         result = torch.empty(shape, dtype=head.dtype, device=head.payload.device)
-        result = result.view(len(keys), _width(shape))
+        result = result.view(len(keys), result.numel() // max(len(keys), 1))
         moves = []
         for section in sections:
             rows = list(range(len(keys))) if section.rows is None else section.rows
             there = _some_keys(keys, rows)
             y = result if section.rows is None else result.new_empty((len(rows), result.shape[1]))
             try:
-                moves.append((there, self._decode(section, there, _lengths(visit, rows), y)))
+                moves.append((section.kind, there, rows, self._decode(section, there, visit, y)))
             except ValueError as error:
                 raise FrameError(f"a {section.kind.name} section: {error}") from None
             if section.rows is not None:
                 result[rows] = y
-        for there, references in moves:
-            if references is not None:
-                self.put(there, references)
+        for kind, there, rows, references in moves:
+            if kind == Kind.SAME:
+                self.store.touch(there)
+            elif references is not None:
+                self.put(there, references, [visit.lengths[r] for r in rows])
         return result.view(shape)
 
     def _decode(
-        self, section: Section, keys: Sequence[int], lengths: list[int] | None, y: Tensor
+        self, section: Section, keys: Sequence[int], visit: Visit, y: Tensor
     ) -> list[Tensor] | None:
         """The values of ``section`` into ``y`` [keys, n]; returns the references they leave."""
         coder, count = self.scheme.codec_of(section.kind), len(keys)
+        lengths = _lengths(visit, range(count) if section.rows is None else section.rows)
         if section.kind == Kind.CHANGE:
             before = self.store.rows(keys)
             after = self.room(before)
-            coder.decode_change(section.payload, lengths, before, after, y)
+            coder.decode_change(section.payload, lengths, before, after, self.keeping, y)
             return after
+        if section.kind == Kind.SAME:
+            if section.payload.numel():
+                raise ValueError(f"{section.payload.numel()} payload bytes where none belong")
+            m = self.keeping.read(self.store.rows(keys), lengths, y.shape[1])
+            y.copy_(saturated(m, y.dtype))
+            return None
         if section.kind == Kind.VALUE:
             coder.decode(section.payload, y.shape, y.dtype, count, lengths, out=y)
             return None
@@ -392,7 +391,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"codec {coder}: the payload holds values that are not finite")
         y.copy_(saturated(value, y.dtype))
-        return _references(value, lengths)
+        return self.kept(coder, section.payload, value, lengths)
 
     def _check(self, sections: list[Section], planned: list[Kind], visit: Visit) -> None:
         """Refuse sections coded against another state, before anything is touched."""
@@ -400,7 +399,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         for section in sections:
             rows = range(len(keys)) if section.rows is None else section.rows
             there = _some_keys(keys, rows)
-            kind = Kind.CHANGE if section.kind == Kind.RESEED else section.kind
+            kind = Kind.CHANGE if section.kind in _IN_CHANGE else section.kind
             if section.codec != self.names[section.kind]:
                 raise FrameError(
                     f"{section.kind.name} coded as {section.codec!r}; this end has {self.scheme}"
@@ -440,20 +439,9 @@ def _some(values: Tensor, rows: list[int]) -> Tensor:
     return values if len(rows) == values.shape[0] else values[rows]
 
 
-def _lengths(visit: Visit, rows: list[int]) -> list[int] | None:
+def _lengths(visit: Visit, rows: Sequence[int]) -> list[int] | None:
     return [visit.lengths[r] for r in rows] if visit.padded else None
 
 
 def _seeds(visit: Visit, rows: list[int]) -> Tensor:
     return visit.seeds if len(rows) == len(visit.lengths) else visit.seeds[rows]
-
-
-def _references(y: Tensor, lengths: list[int] | None) -> list[Tensor]:
-    """The rows of ``y`` [rows, n] float32, each of its length, to be kept."""
-    if lengths is None:
-        return list(y.unbind())
-    return [row[:size].clone() for row, size in zip(y, lengths, strict=True)]
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    return math.prod(shape[1:])

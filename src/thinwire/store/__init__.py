@@ -1,6 +1,7 @@
 """Where the references of seen samples live."""
 
-from thinwire.store.memory import Held, MemoryStore
-from thinwire.store.plan import Visit, plan_step
+from thinwire.store.held import Held
+from thinwire.store.plan import Members, StepVisits, Visit, plan_step
+from thinwire.store.references import ReferenceStore
 
-__all__ = ["Held", "MemoryStore", "Visit", "plan_step"]
+__all__ = ["Held", "Members", "ReferenceStore", "StepVisits", "Visit", "plan_step"]

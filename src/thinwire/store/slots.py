@@ -1,0 +1,141 @@
+"""Rows of bytes on disk, in slots that a checkpoint pins.
+
+A file for each size of slot. A slot that a checkpoint still names is never written again: its row
+goes elsewhere, and the slot is free once the checkpoint is released. So a checkpoint is a list of
+slots, and costs what has changed since the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Slot(NamedTuple):
+    """Where a row lies: the slot's size in bytes, which tells the file, and its number there."""
+
+    size: int
+    number: int
+
+
+def slot_size(nbytes: int) -> int:
+    """The size of a slot for a row: at most an eighth larger, so that sizes stay few."""
+    step = 1 << max(nbytes.bit_length() - 4, 4)
+    return max(-(-nbytes // step) * step, step)
+
+
+@dataclasses.dataclass
+class _File:
+    """The slots of one size: which are in use, and by how many checkpoints each is pinned."""
+
+    descriptor: int
+    live: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    pins: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    free: list[int]
+
+    def grow(self, count: int) -> None:
+        """Make room for so many slots in all."""
+        more = count - len(self.live)
+        if more > 0:
+            self.free.extend(range(count - 1, len(self.live) - 1, -1))
+            self.live = np.append(self.live, np.zeros(more, dtype=np.bool_))
+            self.pins = np.append(self.pins, np.zeros(more, dtype=np.uint8))
+
+
+class SlotFiles:
+    """Slots in ``folder``; ``name`` begins the names of their files.
+
+    Only ``write`` and ``read`` touch the disk, and may be called by another thread.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._files: dict[int, _File] = {}
+
+    def _file(self, size: int) -> _File:
+        if size not in self._files:
+            path = self._folder / f"{self._name}-{size}.rows"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            nothing = np.zeros(0, dtype=np.bool_), np.zeros(0, dtype=np.uint8)
+            self._files[size] = _File(descriptor, *nothing, [])
+        return self._files[size]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, as long as they have grown."""
+        return sum(size * len(file.live) for size, file in self._files.items())
+
+    def place(self, nbytes: int, before: Slot | None) -> Slot:
+        """Where a row of ``nbytes`` may be written that was in ``before``: there, if it fits and
+        no checkpoint needs it."""
+        size = slot_size(nbytes)
+        file = self._file(size)
+        if before is not None:
+            if before.size == size and not file.pins[before.number]:
+                return before
+            self.free(before)
+        if not file.free:
+            file.grow(max(64, len(file.live) + len(file.live) // 8))
+        number = file.free.pop()
+        file.live[number] = True
+        return Slot(size, number)
+
+    def free(self, slot: Slot) -> None:
+        """The row in ``slot`` is no longer needed, but by checkpoints."""
+        file = self._files[slot.size]
+        file.live[slot.number] = False
+        if not file.pins[slot.number]:
+            file.free.append(slot.number)
+
+    def pin(self, slots: Iterable[Slot]) -> None:
+        """A checkpoint names ``slots``."""
+        for slot in slots:
+            file = self._file(slot.size)
+            file.pins[slot.number] += 1
+
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        """The checkpoint that named ``slots`` is gone."""
+        for slot in slots:
+            file = self._files[slot.size]
+            file.pins[slot.number] -= 1
+            if not file.pins[slot.number] and not file.live[slot.number]:
+                file.free.append(slot.number)
+
+    def adopt(self, slots: Sequence[Slot], live: bool) -> None:
+        """Pin the slots of a checkpoint that was found; ``live``: they are the present rows too."""
+        for size in sorted({slot.size for slot in slots}):
+            file = self._file(size)
+            numbers = np.array([slot.number for slot in slots if slot.size == size])
+            file.grow(int(numbers.max()) + 1)
+            file.pins[numbers] += 1
+            if live:
+                file.live[numbers] = True
+            taken = set(numbers.tolist())
+            file.free = [number for number in file.free if number not in taken]
+
+    def write(self, slot: Slot, row: memoryview) -> None:
+        """Write ``row``; raises OSError."""
+        done = os.pwrite(self._files[slot.size].descriptor, row, slot.number * slot.size)
+        if done != row.nbytes:
+            raise OSError(f"only {done} bytes of a reference could be written")
+
+    def read(self, slot: Slot, row: memoryview) -> bool:
+        """Read into ``row``; whether all of it was there. Raises OSError."""
+        return os.preadv(self._files[slot.size].descriptor, [row], slot.number * slot.size) == len(
+            row
+        )
+
+    def sync(self) -> None:
+        """What was written is on the disk."""
+        for file in self._files.values():
+            os.fsync(file.descriptor)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file.descriptor)
+        self._files.clear()
