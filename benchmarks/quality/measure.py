@@ -28,7 +28,6 @@ from rich.console import Console
 
 import thinwire as tw
 from benchmarks.quality.cases import Case
-from thinwire.schemes.delta import Delta
 from thinwire.train import check, config, data, loop, model
 
 _KEPT: tuple[str, ...] = (
@@ -67,7 +66,7 @@ def measure(case: Case, texts: Path | None = None) -> dict[str, Any]:
     A run that ends early, as with a loss that is not finite, has its reason under ``failed`` and
     no losses.
     """
-    settings = _known(case.settings())
+    settings = case.settings()
     if case.text != "reference":
         if texts is None:
             raise FileNotFoundError(f"the text '{case.text}' needs --texts")
@@ -130,14 +129,6 @@ def next_larger_weights() -> Iterator[None]:
 
     with mock.patch.object(model, "build_stage", build_and_move):
         yield
-
-
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` for a release whose references are float32 and have no option ``ref`` yet."""
-    if "ref" in {field.name for field in dataclasses.fields(Delta)}:
-        return settings
-    forward = str(settings["plan.forward"]).replace(",ref=fp32", "")
-    return settings | {"plan.forward": forward}
 
 
 def _commit() -> str | None:
