@@ -105,8 +105,9 @@ def _first_look(claim: Case) -> Iterator[Case]:
     wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
     for lr in (LR, 3e-3, 1e-3):
         case = dataclasses.replace(claim, lr=lr)
-        yield from _with(case, FP32, delta(wide), wide, delta(narrow), narrow)
+        yield from _with(case, FP32)
         yield dataclasses.replace(case, ulp=True)
+        yield from _with(case, delta(wide), wide, delta(narrow), narrow)
 
 
 def _elsewhere(claim: Case) -> Iterator[Case]:
@@ -129,12 +130,15 @@ def _plans(case: Case, widths: Iterable[str], seed: int) -> Iterator[Case]:
 
 
 def _ablations(claim: Case) -> Iterator[Case]:
-    """One seed each: first visits, references, groups, rounding, and up to eight stages."""
+    """One seed each: first visits, references, one direction alone, widths at which direct coding
+    sends what delta sends in three epochs, groups, rounding, and up to eight stages."""
     wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
     for first in ("raw", "bf16", "int4"):
         yield from _with(claim, *(delta(widths, f",first={first}") for widths in (narrow, wide)))
     for ref in ("fp32", "int4", "bf16"):
         yield from _with(claim, *(delta(widths, f",ref={ref}") for widths in (narrow, wide)))
+    yield from _with(claim, ("raw", "int4"), ("raw", "int8"), ("int2", "raw"), ("int4", "raw"))
+    yield from _with(claim, ("int5", "int8"), ("int6", "int8"), ("int3", "int4"))
     for option in ("group=row", "group=32", "round=stochastic"):
         for widths in (wide, narrow):
             optioned = (f"{widths[0]}:{option}", f"{widths[1]}:{option}")

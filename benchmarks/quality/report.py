@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import expectations
 from benchmarks.quality.cases import DIRECT, LR, Case, delta
+from benchmarks.quality.expectations import Plans, planned
 from benchmarks.quality.paired import Difference, against_fp32, baseline, between
 from benchmarks.quality.results import Results
 
 _HERE = Path(__file__).parent
+_WIDE = ("int4", "delta(int4)")  # whose gradients are compared in 4 and 8 bits
 
 
 def write(results: Results, folder: Path = _HERE) -> None:
@@ -85,10 +88,17 @@ def _section(results: Results, setting: Case, cases: list[Case]) -> Iterator[str
         "less than fp32 | bits forward | backward |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    for plan, same in by_plan(cases).items():
-        if same[0] != baseline(same[0]):
-            yield _row(results, plan, same)
-    yield from _comparison(results, setting, cases)
+    plans = by_plan(cases)
+    for plan in sorted(plans, key=lambda name: -_sent(results, plans[name])):
+        if plans[plan][0] != baseline(plans[plan][0]):
+            yield _row(results, plan, plans[plan])
+    yield from _comparison(results, setting, plans)
+
+
+def _sent(results: Results, cases: Sequence[Case]) -> int:
+    """Bytes of a run over all links."""
+    links = next((results[case]["links"] for case in cases if "links" in results[case]), [])
+    return sum(link["payload_bytes"] + link["header_bytes"] for link in links)
 
 
 def _row(results: Results, plan: str, cases: list[Case]) -> str:
@@ -99,7 +109,7 @@ def _row(results: Results, plan: str, cases: list[Case]) -> str:
     coded = against_fp32(results, cases, "val_loss_codec")
     cells += [_or_dash(found), said(found), _or_dash(coded), str(len(found.values) if found else 0)]
     if sent is not None:
-        coded_bytes = sum(link["payload_bytes"] + link["header_bytes"] for link in sent)
+        coded_bytes = _sent(results, cases)
         ratio = sum(link["raw_bytes"] for link in sent) / coded_bytes
         cells += [f"{coded_bytes / 1e6:.1f}", f"{ratio:.2f}×"]
         cells += [bits(sent, direction) for direction in ("forward", "backward")]
@@ -107,21 +117,24 @@ def _row(results: Results, plan: str, cases: list[Case]) -> str:
     return row if not failed else f"{row} {len(failed)} failed: {failed[0]} |"
 
 
-def _comparison(results: Results, setting: Case, cases: list[Case]) -> Iterator[str]:
-    """Direct less delta at equal widths."""
-    plans = by_plan(cases)
-    rows = []
+def _comparison(results: Results, setting: Case, plans: Plans) -> Iterator[str]:
+    """Pairs of plans: direct and delta at equal widths, gradients in 4 and 8 bits."""
+    pairs = []
     for widths in DIRECT.values():
-        direct = dataclasses.replace(setting, forward=widths[0], backward=widths[1]).plan
-        for options in ("", ",ref=fp32"):
-            forward, backward = delta(widths, options)
-            other = dataclasses.replace(setting, forward=forward, backward=backward).plan
-            found = between(results, plans.get(direct, []), plans.get(other, []))
-            if found is not None:
-                rows.append(f"| `{direct}` | `{other}` | {found} | {said(found)} |")
+        pairs += [(widths, delta(widths, options)) for options in ("", ",ref=fp32")]
+    pairs += [((activations, "int4"), (activations, "int8")) for activations in _WIDE]
+    rows = []
+    for one, other in pairs:
+        names = [planned(setting, plan) for plan in (one, other)]
+        found = between(results, *(plans.get(name, []) for name in names))
+        if found is not None:
+            rows.append(f"| `{names[0]}` | `{names[1]}` | {found} | {said(found)} |")
     if rows:
-        yield from ("", "| direct | delta | direct less delta | beyond 2 SE |", "|---|---|---|---|")
+        yield from ("", "| plan | other | plan less other | beyond 2 SE |", "|---|---|---|---|")
         yield from rows
+    expected = list(expectations.rows(results, setting, plans))
+    if expected:
+        yield from ("", "| expected | found | |", "|---|---|---|", *expected)
 
 
 def noise(results: Results) -> dict[Case, float]:
