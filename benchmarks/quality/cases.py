@@ -8,7 +8,7 @@ seed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 LR = 5e-4  # the default of thinwire train
@@ -81,8 +81,9 @@ def _blocks() -> Iterator[Case]:
     """Where the effects lie, then the claim, ablations, and whether the claim holds elsewhere."""
     claim = Case()
     yield from _first_look(claim)
-    for seed in SEEDS:
-        yield from _plans(claim, DIRECT, seed)
+    for widths in (MAIN, tuple(DIRECT)):
+        for seed in SEEDS:
+            yield from _plans(claim, widths, seed)
     yield dataclasses.replace(claim, stages=4)  # fp32 there gives the same bits: once
     for elsewhere in _elsewhere(claim):
         yield from _plans(elsewhere, MAIN[:2], seed=0)
@@ -92,12 +93,12 @@ def _blocks() -> Iterator[Case]:
             yield from _plans(elsewhere, MAIN, seed)
     for seed in SEEDS:
         for elsewhere in _elsewhere(claim):
-            yield from _plans(elsewhere, DIRECT, seed)
+            yield from _plans(elsewhere, tuple(DIRECT), seed)
     for text in TEXTS:
         for stages, epochs in ((4, 6), (4, 3), (2, 6)):
             for seed in SEEDS:
                 combined = dataclasses.replace(claim, text=text, stages=stages, epochs=epochs)
-                yield from _plans(combined, DIRECT, seed)
+                yield from _plans(combined, tuple(DIRECT), seed)
 
 
 def _first_look(claim: Case) -> Iterator[Case]:
@@ -117,7 +118,7 @@ def _elsewhere(claim: Case) -> Iterator[Case]:
     yield dataclasses.replace(claim, epochs=6)
 
 
-def _plans(case: Case, widths: Iterable[str], seed: int) -> Iterator[Case]:
+def _plans(case: Case, widths: tuple[str, ...], seed: int) -> Iterator[Case]:
     """fp32, chance, and each of ``widths`` with delta and without; bf16 where all widths are."""
     case = dataclasses.replace(case, seed=seed)
     base = dataclasses.replace(case, stages=2)  # fp32 gives the same bits in any number of stages
@@ -125,7 +126,7 @@ def _plans(case: Case, widths: Iterable[str], seed: int) -> Iterator[Case]:
     yield dataclasses.replace(base, ulp=True)
     for name in widths:
         yield from _with(case, delta(DIRECT[name]), DIRECT[name])
-    if widths is DIRECT:
+    if len(widths) == len(DIRECT):
         yield from _with(case, BF16)
 
 

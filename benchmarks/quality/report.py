@@ -97,7 +97,9 @@ def _section(results: Results, setting: Case, cases: list[Case]) -> Iterator[str
 
 def _sent(results: Results, cases: Sequence[Case]) -> int:
     """Bytes of a run over all links."""
-    links = next((results[case]["links"] for case in cases if "links" in results[case]), [])
+    links: Sequence[Mapping[str, Any]] = next(
+        (results[case]["links"] for case in cases if "links" in results[case]), []
+    )
     return sum(link["payload_bytes"] + link["header_bytes"] for link in links)
 
 
