@@ -41,6 +41,7 @@ class Case:
     forward: str = "raw"
     backward: str = "raw"
     ulp: bool = False  # each initial weight is the next larger float: what chance alone does
+    embedding_std: float = 0.02  # of the initial embeddings; torch's own default is 1
 
     @property
     def plan(self) -> str:
@@ -81,9 +82,15 @@ def _blocks() -> Iterator[Case]:
     """Where the effects lie, then the claim, ablations, and whether the claim holds elsewhere."""
     claim = Case()
     yield from _first_look(claim)
-    for widths in (MAIN, tuple(DIRECT)):
-        for seed in SEEDS:
-            yield from _plans(claim, widths, seed)
+    for seed in SEEDS:
+        yield from _plans(claim, MAIN, seed)
+    wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
+    loud = dataclasses.replace(claim, embedding_std=1.0)
+    yield from _with(loud, FP32, wide, delta(wide), narrow, delta(narrow))
+    fast = dataclasses.replace(claim, lr=3e-3)
+    yield from _with(fast, ("int4", "raw"), ("raw", "int4"), ("int8", "int8"), ("raw", "int8"))
+    for seed in SEEDS:
+        yield from _plans(claim, tuple(DIRECT), seed)
     yield dataclasses.replace(claim, stages=4)  # fp32 there gives the same bits: once
     for elsewhere in _elsewhere(claim):
         yield from _plans(elsewhere, MAIN[:2], seed=0)

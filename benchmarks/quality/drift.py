@@ -42,21 +42,24 @@ def main() -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[LR])
     parser.add_argument("--text", default="reference")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--embedding-std", type=float, default=Case.embedding_std)
     options = parser.parse_args()
     done = [json.loads(line) for line in _FILE.open()] if _FILE.exists() else []
     for lr in options.lr:
-        case = Case(text=options.text, epochs=options.epochs, lr=lr)
-        if all(result["case"] != dataclasses.asdict(case) for result in done):
+        case = Case(options.text, epochs=options.epochs, lr=lr, embedding_std=options.embedding_std)
+        if all(Case(**result["case"]) != case for result in done):
             watch = Watch()
             with watch.first_stage():
                 result = measure(case, options.texts) | {"epochs": watch.epochs()}
             append(json.dumps(result), _FILE)
             done.append(result)
-    print("| text | learning rate | epoch | change | " + " | ".join(CODECS) + " |")
-    print("|---" * (4 + len(CODECS)) + "|")
+    columns = ("text", "learning rate", "embeddings", "epoch", "change", *CODECS)
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
     for result in done:
+        case = Case(**result["case"])
         for epoch in result["epochs"]:
-            cells = [result["case"]["text"], f"{result['case']['lr']:g}", str(epoch["epoch"])]
+            cells = [case.text, f"{case.lr:g}", f"{case.embedding_std:g}", str(epoch["epoch"])]
             cells.append(f"{epoch['change_db']:.1f}" if "change_db" in epoch else "–")
             for name in CODECS:
                 ratios = [epoch[kind][name] for kind in ("direct_db", "delta_db") if kind in epoch]

@@ -38,4 +38,5 @@ def planned(setting: Case, plan: tuple[str, str]) -> str:
 
 
 def _row(claim: str, found: Difference, holds: bool) -> str:
-    return f"| {claim} | {found} | {'holds' if holds else '**fails**'} |"
+    alone = ", one seed" if found.error is None else ""
+    return f"| {claim} | {found} | {'holds' if holds else '**fails**'}{alone} |"

@@ -2,7 +2,7 @@
 
 All stages run in one process over the ``memory`` transport, which counts real bytes and gives the
 losses that several processes would, bit for bit. It is `thinwire train` with the settings of the
-case; for one plan the initial weights are moved first, which no setting of the product does.
+case; some cases alter the initial weights first, which no setting of the product does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def measure(case: Case, texts: Path | None = None) -> dict[str, Any]:
         settings["data.path"] = str(texts / case.text)
     began = time.process_time()
     try:
-        found = _train(config.build(settings), case.ulp)
+        with altered_weights(case):
+            found = _train(config.build(settings))
     except (tw.NonFiniteError, tw.LinkError) as error:
         found = {"failed": config.one_line(error)}
     return {
@@ -88,7 +89,7 @@ def measure(case: Case, texts: Path | None = None) -> dict[str, Any]:
     }
 
 
-def _train(settings: config.Config, ulp: bool) -> dict[str, Any]:
+def _train(settings: config.Config) -> dict[str, Any]:
     settings = check.resolved(settings)
     check.check_plan(settings)
     torch.set_num_threads(settings.threads or 1)
@@ -100,8 +101,7 @@ def _train(settings: config.Config, ulp: bool) -> dict[str, Any]:
             "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=0, world_size=1
         )
         try:
-            with next_larger_weights() if ulp else contextlib.nullcontext():
-                summary = loop.train(settings, text, place, folder, Console(quiet=True))
+            summary = loop.train(settings, text, place, folder, Console(quiet=True))
         finally:
             dist.destroy_process_group()
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
@@ -116,18 +116,25 @@ def _train(settings: config.Config, ulp: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def next_larger_weights() -> Iterator[None]:
-    """Within, every stage is built with each initial weight moved to the next larger float."""
-    build = model.build_stage
+def altered_weights(case: Case) -> Iterator[None]:
+    """Within, stages start from weights altered as ``case`` says: as they are, if it says nothing.
 
-    def build_and_move(*arguments: Any) -> model.Stage:
+    Embeddings are scaled from the product's standard deviation to that of the case; then, for
+    ``ulp``, each weight is moved to the next larger float.
+    """
+    build, scale = model.build_stage, case.embedding_std / Case.embedding_std
+
+    def build_and_alter(*arguments: Any) -> model.Stage:
         stage = build(*arguments)
         with torch.no_grad():
-            for parameter in stage.parameters():
-                parameter.copy_(parameter.nextafter(torch.tensor(torch.inf)))
+            for name, parameter in stage.named_parameters():
+                if name.startswith("embedding.") and scale != 1:
+                    parameter.mul_(scale)
+                if case.ulp:
+                    parameter.copy_(parameter.nextafter(torch.tensor(torch.inf)))
         return stage
 
-    with mock.patch.object(model, "build_stage", build_and_move):
+    with mock.patch.object(model, "build_stage", build_and_alter):
         yield
 
 

@@ -51,16 +51,18 @@ def grouped(results: Results) -> dict[Case, list[Case]]:
 
 
 def _rank(setting: Case, place: int) -> tuple[Any, ...]:
-    return setting.layers, setting.lr != LR, setting.text != "reference", setting.lr, place
+    altered = setting.lr != LR, setting.embedding_std != 0.02
+    return setting.layers, altered, setting.text != "reference", setting.lr, place
 
 
 def title(setting: Case) -> str:
     """What the cases of a group share, in words."""
     text = {"reference": "language reference", "persuasion": "Persuasion"}[setting.text]
     layers = "" if setting.layers == 4 else f", {setting.layers} blocks"
+    loud = f", embeddings of deviation {setting.embedding_std:g}"
     return (
         f"{text}, {setting.stages} stages, {setting.epochs} epochs, "
-        f"learning rate {setting.lr:g}{layers}"
+        f"learning rate {setting.lr:g}{layers}{loud * (setting.embedding_std != 0.02)}"
     )
 
 
