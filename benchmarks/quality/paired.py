@@ -35,8 +35,13 @@ class Difference:
         return None if self.error is None else abs(self.mean) > 2 * self.error
 
     def __str__(self) -> str:
-        error = "" if self.error is None else f" ± {self.error:.4f}"
-        return f"{self.mean:+.4f}{error}"
+        error = "" if self.error is None else f" ± {_digits(self.error)}"
+        return f"{'+' * (self.mean >= 0)}{_digits(self.mean)}{error}"
+
+
+def _digits(value: float) -> str:
+    """Four decimals, or where they are all zeros the power of ten."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:.0e}"
 
 
 def against_fp32(results: Results, cases: Sequence[Case], loss: str) -> Difference | None:
