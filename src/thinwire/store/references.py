@@ -216,6 +216,8 @@ class ReferenceStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the contents by those of ``state_dict``."""
         sizes = [self.keeping.nbytes(n) for n in state["values"].tolist()]
+        if sum(sizes) != state["rows"].numel():
+            raise ValueError(f"{state['rows'].numel()} bytes of references, not {sum(sizes)}")
         rows = state["rows"].split(sizes) if sizes else ()
         self.fill(state, [row.clone().view(self.keeping.dtype) for row in rows])
 
