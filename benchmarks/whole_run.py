@@ -12,16 +12,12 @@ cases already in the file are not run again.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from runs import train, where_and_when
 
 PLANS = {
     "fp32": ("raw", "raw"),
@@ -75,13 +71,7 @@ def measure(plan: str, rate: str) -> dict[str, Any]:
     forward, backward = PLANS[plan]
     words = ["--quick", "--train.epochs", str(MEASURED_EPOCHS), "--link.rate", rate]
     words += ["--forward", forward, "--backward", backward, "--train.log_every", "1"]
-    with tempfile.TemporaryDirectory() as scratch:
-        out = str(Path(scratch) / "run")
-        command = [sys.executable, "-m", "thinwire", "train", "--json", *words, "--out", out]
-        found = subprocess.run(command, check=True, capture_output=True, text=True)
-        lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
-    steps = [s for s in map(json.loads, lines) if "step_ms" in s]
-    summary = json.loads(found.stdout)
+    summary, steps = train(words)
     return {
         "plan": plan,
         "rate": rate,
@@ -92,10 +82,7 @@ def measure(plan: str, rate: str) -> dict[str, Any]:
             for name in ("forward", "backward")
         },
         "latency": summary["config"]["link"]["latency"],
-        "command": "thinwire train " + " ".join(words),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": summary["versions"],
+        **where_and_when(words, summary),
     }
 
 
