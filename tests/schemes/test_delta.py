@@ -393,3 +393,85 @@ def test_tensors_of_any_float_dtype_go_by_any_codec(spec, dtype):
         y = link.step(x if step % 2 else -x, range(3))
         assert y.dtype == dtype
     assert link.sender.digest() == link.receiver.digest()
+
+
+# How references are kept.
+
+
+def drifting(spec: str, visits: int = 12) -> list[float]:
+    """Errors of an activation that moves by a tenth of itself between two visits."""
+    link, x = Link(spec), normal(4, 2048)
+    found = []
+    for k in range(visits):
+        x = x + 0.1 * normal(4, 2048, seed=k + 1)
+        found.append(error(x, link.step(x, range(4))))
+    return found[2:]
+
+
+def test_a_reference_in_int8_loses_nothing_that_a_change_in_4_bits_does_not():
+    fine, coarse = (drifting(f"delta(int4,ref={ref})") for ref in ("bf16", "int8"))
+    assert all(b <= 1.2 * a for a, b in zip(fine, coarse, strict=True))
+
+
+def test_a_reference_in_int4_costs_accuracy_and_takes_half_of_int8():
+    fine, coarse = (drifting(f"delta(int4,ref={ref})") for ref in ("int8", "int4"))
+    assert sum(coarse) > 1.2 * sum(fine)
+    assert KEEPINGS["int4"].nbytes(2048) < 0.55 * KEEPINGS["int8"].nbytes(2048)
+
+
+def test_a_change_that_the_values_own_rounding_loses_is_a_flag():
+    link, x = Link("delta(int4,first=raw,ref=fp32)"), normal(2, 512)
+    assert link.step(x, [5, 6]).equal(x)
+    there = full([5, 6], 512)
+    link.begin(there)
+    (section,) = link.sender.encode(x, 0, there)
+    assert section.kind == Kind.SAME
+    assert section.payload.numel() == 0
+    assert link.receiver.decode(off_the_wire(on_the_wire([section])), 0, there).equal(x)
+    assert len(set(link.digests)) == 1
+    assert link.sender.store.versions([5, 6]) == [2, 2]
+
+
+def test_only_the_rows_that_changed_travel():
+    link, x = Link("delta(int4,first=raw,ref=fp32)"), normal(3, 512)
+    link.step(x, [5, 6, 7])
+    x[1] += 0.1 * normal(512, seed=3)
+    there = full([5, 6, 7], 512)
+    link.begin(there)
+    sections = link.sender.encode(x, 0, there)
+    assert {s.kind: s.rows for s in sections} == {Kind.CHANGE: [1], Kind.SAME: [0, 2]}
+    found = link.receiver.decode(off_the_wire(on_the_wire(sections)), 0, there)
+    assert found[[0, 2]].equal(x[[0, 2]])
+    assert error(x, found) < 0.02
+    assert len(set(link.digests)) == 1
+
+
+def test_a_flag_with_a_payload_is_refused():
+    link, x = Link("delta(int4,first=raw,ref=fp32)"), normal(2, 512)
+    link.step(x, [5, 6])
+    there = full([5, 6], 512)
+    link.begin(there)
+    (section,) = link.sender.encode(x, 0, there)
+    changed = dataclasses.replace(section, payload=torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(FrameError, match="3 payload bytes where none belong"):
+        link.receiver.decode([changed], 0, there)
+
+
+@pytest.mark.parametrize("ref", KEEPINGS)
+def test_a_first_visit_in_the_references_own_format_is_kept_as_it_came(ref):
+    link, x = Link(f"delta(int4,first=int8,ref={ref})"), normal(2, 512)
+    payload = codec("int8").encode(x)
+    y = link.step(x, [5, 6])
+    kept = link.receiver.store.rows([5, 6])
+    expected = payload.view(2, -1) if ref == "int8" else KEEPINGS[ref].keep(y, None)
+    assert all(a.equal(b) for a, b in zip(kept, expected, strict=True))
+
+
+def test_a_value_beyond_bfloat16_is_refused_where_references_are_kept_so():
+    link, x = Link("delta(int4,first=raw,ref=bf16)"), normal(1, 64)
+    x[0, 3] = 3.4e38
+    there = full([5], 64)
+    link.begin(there)
+    with pytest.raises(NonFiniteError):
+        link.sender.encode(x, 0, there)
+    assert len(link.sender.store) == 0
