@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from thinwire.counters import LinkCounters
+from thinwire.counters import LinkCounters, link_name
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
 
 Link = LinkSender | LinkReceiver
@@ -75,9 +75,9 @@ def load_references(
     for where, link in keyed_ends(ends):
         one = by_place.get(_place_of(where))
         if one is None:
-            without[link_name(where)] = "the checkpoint holds none"
+            without[_name(where)] = "the checkpoint holds none"
         elif one["scheme"] != str(link.scheme):
-            without[link_name(where)] = f"they were of {one['scheme']}, not of {link.scheme}"
+            without[_name(where)] = f"they were of {one['scheme']}, not of {link.scheme}"
         else:
             found = load_file(folder / one["file"])
             values = {
@@ -137,16 +137,12 @@ def restore_counters(counters: Sequence[LinkCounters], saved: Sequence[Mapping[s
             one.add(before)
 
 
-def link_name(where: Mapping[str, Any]) -> str:
-    """A directed link as people read it: ``forward 0→1``."""
-    first, second = where["edge"], where["edge"] + 1
-    if where["direction"] == "backward":
-        first, second = second, first
-    return f"{where['direction']} {first}→{second}"
+def _name(where: Mapping[str, Any]) -> str:
+    return link_name(where["edge"], where["direction"])
 
 
 def _key(where: Mapping[str, Any]) -> str:
-    return f"{link_name(where)} {where['tensor']}"
+    return f"{_name(where)} {where['tensor']}"
 
 
 def _place_of(where: Mapping[str, Any]) -> tuple[Any, ...]:
