@@ -58,6 +58,13 @@ MISTAKES = {
     "a long folder": (["train", "--out", "x" * 5000], "too long"),
     "an empty path": (["train", "--data.path", ""], "--data.path is empty"),
     "a full folder": (["train", "--out", "full"], "not empty"),
+    "resuming nothing": (["train", "--resume", "full"], "full is no run folder"),
+    "resuming without a name": (["train", "--resume"], "expected one argument"),
+    "resuming a file of settings": (
+        ["train", "run.toml", "--resume", "full"],
+        "leave run.toml out",
+    ),
+    "no interval": (["train", "--checkpoint.every", "0"], "checkpoint.every is 0"),
 }
 
 

@@ -158,6 +158,12 @@ class Timers:
         return values
 
 
+def link_name(edge: int, direction: str) -> str:
+    """A directed link as people read it: ``forward 0→1``."""
+    first, second = (edge, edge + 1) if direction == "forward" else (edge + 1, edge)
+    return f"{direction} {first}→{second}"
+
+
 def sum_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """One report for several counters of the same kind of traffic."""
     total = dict(reports[0])

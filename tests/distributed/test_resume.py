@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -25,6 +27,7 @@ from tests.distributed.runs import (
     text_in,
 )
 from tests.distributed.setup import Case, barrier, batch, build
+from thinwire.train import disk
 
 NOISY = "int3:round=stochastic"
 CASES = {
@@ -213,6 +216,60 @@ def test_ends_whose_references_differ_both_drop_them(pool: Pool, tmp_path: Path)
     assert first == second
     (line, _) = first
     assert line == "references that differ at the two ends of a link are dropped"
+
+
+def test_checkpoints_are_kept_and_found_where_they_should_be(pool: Pool, tmp_path: Path) -> None:
+    memory = ["--data.path", text_in(tmp_path), "--link.transport=memory"]
+    options = [*TINY, *memory, f"--checkpoint.dir={tmp_path / 'one'}"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    pool.run(run, options, str(first), ending=Ending(stop_at=4), world_size=1)
+    assert [path.name for path in (tmp_path / "one" / "rank-0").iterdir()] == ["step-00000004"]
+    assert not (first / "rank-0").exists()
+    (found,) = pool.run(run, options, str(second), world_size=1)
+    assert "holds checkpoints of another run in rank-0; name a new folder" in found.how
+    (found,) = pool.run(
+        run, [*TINY, *memory, f"--checkpoint.dir={__file__}"], str(tmp_path / "x"), world_size=1
+    )
+    assert "can't keep checkpoints in" in found.how
+    words = [f"--checkpoint.dir={tmp_path / 'two'}"]
+    (found,) = pool.run(
+        run, words, str(first), resumed=True, ending=Ending(crash_after=1), world_size=1
+    )
+    assert "goes on after step 4" in found.shown
+    (found,) = pool.run(run, [], str(first), resumed=True, world_size=1)
+    assert "goes on after step 4" in found.shown  # though it is in neither folder of now
+    assert [path.name for path in (tmp_path / "two" / "rank-0").iterdir()] == ["step-00000009"]
+
+
+def on_a_full_disk(rank: int, world_size: int, options: list[str], folder: str) -> str:
+    """How a run ends where rank 1 cannot write its second checkpoint."""
+    write = disk.write
+
+    def fails(ranks_own: Path, step: int, fill: Any) -> disk.Part:
+        if step == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(ranks_own, step, fill)
+
+    disk.write = fails if rank == 1 else write
+    try:
+        return run(rank, world_size, options, folder).how
+    except (OSError, tw.LinkError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        disk.write = write
+
+
+def test_a_full_disk_ends_the_run_on_all_ranks_and_the_checkpoint_before_is_left(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=2"]
+    folder = str(tmp_path / "run")
+    first, second = pool.run(on_a_full_disk, options, folder, world_size=2)
+    assert second.startswith("OSError: can't write the checkpoint of step 4 to ")
+    assert second.endswith("No space left on device")
+    assert first == f"LinkError: rank 1: {second.removeprefix('OSError: ')}"
+    found = pool.run(loaded, [], folder, world_size=2)
+    assert "goes on after step 2" in found[0][1]
 
 
 REFUSED = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from thinwire.counters import LinkCounters
+from thinwire.counters import LinkCounters, link_name
 from thinwire.edge import LinkReceiver, LinkSender
 from thinwire.pipeline.remembered import Remembered
 from thinwire.store import ReferenceStore, saved
@@ -66,15 +66,15 @@ def load_references(
     for where, link, store in _stores(remembered):
         one = by_place.get(_place_of(where))
         if one is None:
-            without[link_name(where)] = "the checkpoint holds none"
+            without[_name(where)] = "the checkpoint holds none"
         elif one["scheme"] != str(link.scheme):
-            without[link_name(where)] = f"they were of {one['scheme']}, not of {link.scheme}"
+            without[_name(where)] = f"they were of {one['scheme']}, not of {link.scheme}"
         else:
             tensors = load_file(folder / one["file"])
             try:
                 saved.restore(store, tensors)
             except ValueError as error:
-                without[link_name(where)] = str(error)
+                without[_name(where)] = str(error)
             else:
                 remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
     return without
@@ -119,12 +119,8 @@ def restore_counters(counters: Sequence[LinkCounters], saved: Sequence[Mapping[s
             one.add(before)
 
 
-def link_name(where: Mapping[str, Any]) -> str:
-    """A directed link as people read it: ``forward 0→1``."""
-    first, second = where["edge"], where["edge"] + 1
-    if where["direction"] == "backward":
-        first, second = second, first
-    return f"{where['direction']} {first}→{second}"
+def _name(where: Mapping[str, Any]) -> str:
+    return link_name(where["edge"], where["direction"])
 
 
 def _place_of(where: Mapping[str, Any]) -> tuple[Any, ...]:

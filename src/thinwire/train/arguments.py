@@ -27,6 +27,7 @@ _EXAMPLES = """examples:
 """
 _COMMANDS = {
     "train": "train a model in pipeline stages whose links are compressed",
+    "inspect": "show what a run folder tells: progress, checkpoints, traffic",
     "bench": "measure what the codecs cost on this machine: thinwire bench codecs",
     "selftest": "check that this machine computes the same bytes as all others",
 }
@@ -61,6 +62,11 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"unknown option '{rest[0]}'{nearest(rest[0], ('--help', '--version'))}")
     if options.command == "train":
         return launch.train(*read_train(arguments[1:]))
+    if options.command == "inspect":
+        folder, as_json = read_inspect(arguments[1:])
+        from thinwire.train.inspection import inspect
+
+        return inspect(folder, as_json)
     raise ConfigError(f"unknown command '{options.command}'{nearest(options.command, _COMMANDS)}")
 
 
@@ -94,6 +100,19 @@ def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
     world_size = os.environ.get("WORLD_SIZE") if launch.under_torchrun() else None
     config = override.resumed(Path(run), values, None if world_size is None else int(world_size))
     return config, Path(run)
+
+
+def read_inspect(arguments: Sequence[str]) -> tuple[Path, bool]:
+    """What ``thinwire inspect`` was given: a run folder, and whether JSON is wanted."""
+    parser = Parser(
+        prog="thinwire inspect",
+        description="Show what the folder of a run tells, whether it goes on or has ended.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    options = parser.parse_args(arguments)
+    return Path(options.run), options.json
 
 
 def _train_parser(known: dict[str, Setting]) -> Parser:

@@ -68,13 +68,17 @@ def unfinished(ranks_own: Path) -> list[Path]:
     return sorted(ranks_own.glob(".step-*")) if ranks_own.is_dir() else []
 
 
+def prepare(ranks_own: Path) -> None:
+    """Make a rank's folder, so that the parts in it will be found. Raises OSError."""
+    ranks_own.mkdir(parents=True, exist_ok=True)
+    for folder in (ranks_own, *ranks_own.absolute().parents[:2]):
+        _flush(folder)
+
+
 def write(ranks_own: Path, step: int, fill: Callable[[Path], dict[str, Any]]) -> Part:
     """Write the part of ``step``: ``fill`` puts files into a folder, and returns the manifest's
     values. A part of the same step is replaced.
     """
-    if not ranks_own.exists():
-        ranks_own.mkdir(parents=True)
-        _flush(ranks_own.parent)
     for left in unfinished(ranks_own):
         shutil.rmtree(left)
     name = f"step-{step:08d}"

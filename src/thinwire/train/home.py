@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def begin(config: Config, folder: Path | None, rank: int, local_rank: int) -> Ho
     known = ranks.gather_json(mine)[0]
     home = _home(config, Path(known["folder"]), known["run"], known["attempt"], local_rank, False)
     _raise_first(_problem(rank, lambda: _join(config, home)))
-    _raise_first(_problem(rank, lambda: _check_parts(home, rank)))
+    if not config.compare:  # each run that is compared has a home of its own
+        _raise_first(_problem(rank, lambda: _prepare_parts(home, rank)))
     return home
 
 
@@ -131,7 +133,9 @@ def resume(config: Config, folder: Path, rank: int, local_rank: int) -> Home:
     for other, one in enumerate(every):
         if one["run"] != every[0]["run"]:
             raise ConfigError(f"--resume {folder} is another run on rank {other} than on rank 0")
-    return _home(config, folder, every[0]["run"], every[0]["attempt"], local_rank, True)
+    home = _home(config, folder, every[0]["run"], every[0]["attempt"], local_rank, True)
+    _raise_first(_problem(rank, lambda: _prepare_parts(home, rank)))
+    return home
 
 
 def _home(
@@ -155,16 +159,21 @@ def _join(config: Config, home: Home) -> None:
     metrics.write_json(home.folder / _RUN, {"run": home.run, "parts": []})
 
 
-def _check_parts(home: Home, rank: int) -> None:
+def _prepare_parts(home: Home, rank: int) -> None:
+    """Make this rank's folder, unless another run has it."""
     own = disk.rank_folder(home.parts, rank)
-    if disk.step_folders(own):
+    if not home.resumed and disk.step_folders(own):
         raise ConfigError(
             f"--checkpoint.dir {home.parts} holds checkpoints of another run in {own.name}; "
             "name a new folder"
         )
+    try:
+        disk.prepare(own)
+    except OSError as error:
+        raise ConfigError(f"can't keep checkpoints in {own}: {error.strerror}") from None
 
 
-def _problem(rank: int, do: Any) -> str | None:
+def _problem(rank: int, do: Callable[[], None]) -> str | None:
     """What is wrong on this rank, if ``do`` finds something."""
     try:
         do()

@@ -112,7 +112,8 @@ class Journal:
         self._writer = None if folder is None else MetricsWriter(folder, done)
         for record in read_metrics(folder) if folder is not None else []:
             if "checkpoint" in record:
-                self.checkpoints.add(*record["checkpoint"].values())
+                saved = record["checkpoint"]
+                self.checkpoints.add(saved["bytes"], saved["seconds"])
         self._live = LiveLine(screen)
         self._screen = screen
         self._steps, self._epochs = steps, epochs

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text as Line
 
+from thinwire.counters import link_name
 from thinwire.train.config import Config
 from thinwire.train.data import Text
 from thinwire.train.model import parameter_count
@@ -189,15 +190,12 @@ def first_visits_only(summary: dict[str, Any]) -> str | None:
 
 def link_table(links: list[dict[str, Any]]) -> Table:
     """A row for each link, below it one for each kind of its traffic; fits 80 columns."""
-    table = _table("What crossed the links, in MB and bits per value", "link")
+    table = new_table("What crossed the links, in MB and bits per value", "link")
     for heading in ("messages", "payload", "header", "bits", "steady", "x fp32", "x bf16"):
         table.add_column(heading, justify="right", no_wrap=True)
     for link in links:
         steady = link["steady_bits_per_value"]
-        first, second = link["edge"], link["edge"] + 1
-        if link["direction"] == "backward":
-            first, second = second, first
-        name = f"{link['direction']} {first}→{second} {link['codec']}"
+        name = f"{link_name(link['edge'], link['direction'])} {link['codec']}"
         table.add_row(name, *_cells(link, "–" if steady is None else f"{steady:.2f}"))
         for kind, part in link["kinds"].items():
             table.add_row(f"  {kind}", *_cells(part, ""), style="dim")
@@ -225,10 +223,11 @@ def _cells(traffic: dict[str, Any], steady: str) -> list[str]:
     ]
 
 
-def _table(title: str, first_column: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first_column, overflow="fold")
-    return table
+def new_table(title: str, first_column: str) -> Table:
+    """An empty table in the style of all, whose first column may wrap."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made.add_column(first_column, overflow="fold")
+    return made
 
 
 def comparison(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -268,7 +267,7 @@ def comparison_table(runs: dict[str, dict[str, Any]]) -> Table:
     """One row a run: validation loss codec off and on, times, traffic, and against fp32 the
     speed-up by the median step and by the run, and the difference in loss.
     """
-    table = _table("Compared on the same schedule and link", "run")
+    table = new_table("Compared on the same schedule and link", "run")
     headings = ("loss", "codec on", "step ms", "run s", "MB", "x step", "x run", "- fp32")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
