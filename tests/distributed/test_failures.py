@@ -276,7 +276,7 @@ def test_wrong_inputs_are_the_same_value_error_on_all_ranks_and_the_next_step_wo
         "not a list",
         "torch.float32",
         "a meta tensor",
-        "cannot be read",
+        "a meta tensor",
         "cannot be read",
     ]
     for text, part in zip(first, expected, strict=True):

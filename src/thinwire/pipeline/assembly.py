@@ -56,6 +56,16 @@ def group_ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
+def rank_names(rank_of: Mapping[int, int]) -> list[str]:
+    """How an error names each rank, by its stages: ``stage 2 (rank 1)``."""
+    names = []
+    for rank in range(max(rank_of.values()) + 1):
+        stages = [str(stage) for stage, owner in sorted(rank_of.items()) if owner == rank]
+        what = "stage" if len(stages) == 1 else "stages"
+        names.append(f"{what} {', '.join(stages)} (rank {rank})")
+    return names
+
+
 def compare(
     control: Control,
     stages: Sequence[PipelineStage],

@@ -23,6 +23,7 @@ class Control:
     """Messages among all ranks of a pipeline, framed, counted and bounded like all others.
 
     ``addresses``: the ranks' transport addresses, in order; this one is ``addresses[rank]``.
+    ``names``: how an error names each rank.
     Its channels are the first of the transport's; links have those after them.
     """
 
@@ -31,8 +32,10 @@ class Control:
         transport: Transport,
         rank: int,
         addresses: Sequence[int],
+        names: Sequence[str] | None = None,
     ) -> None:
         self.transport, self.rank, self.addresses = transport, rank, list(addresses)
+        self._names = list(names or [f"rank {r}" for r in range(len(self.addresses))])
         self.deadline = 60.0
         self.counters = LinkCounters(-1, "control", "raw")
         self.run = 0
@@ -154,7 +157,8 @@ class Control:
             raise self._error("from", source, error) from error
 
     def _error(self, way: str, other: int, why: Exception) -> LinkError:
-        return LinkError(f"rank {self.rank}: no control message {way} rank {other}: {why}")
+        here, there = f"rank {self.rank}", self._names[other]
+        return LinkError(f"{here}: no control message {way} {there}: {why}")
 
     def _receive(self, sub: int, source: int) -> Any:
         self._post(sub, source)

@@ -41,7 +41,7 @@ from thinwire.pipeline.agreement import (
     reason_of,
     step_plan,
 )
-from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks
+from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks, rank_names
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.loss import TokenLoss
@@ -143,6 +143,7 @@ class Pipeline:
             self.transport,
             self.rank,
             [0] if self.transport.in_process else range(first.group_size),
+            rank_names(rank_of),
         )
         self._control.deadline = first_deadline
         self._setup = self._compare(name, tied or {}, skip_frozen)
