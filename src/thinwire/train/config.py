@@ -102,7 +102,7 @@ class RefConfig:
         None, "RAM of a rank for references, as 2gb, the rest on disk; none: all in RAM"
     )
     disk: str | None = setting(
-        None, "disk of a rank for references, as 10gb; none: as much as they take"
+        None, "disk of a rank for references, as 10gb; 0: in RAM alone; none: what they take"
     )
 
 
@@ -349,7 +349,9 @@ _FACTORS = {"": 1, **{prefix: 1000 ** (k + 1) for k, prefix in enumerate("kmgt")
 
 
 def parse_size(text: str, name: str) -> int:
-    """Bytes from ``2gb``, ``500 MB``, ``1gib``; raises ConfigError that names the setting."""
+    """Bytes from ``2gb``, ``500 MB``, ``1gib``, ``0``; ConfigError names the setting."""
+    if text.strip() == "0":
+        return 0
     match = _SIZE.fullmatch("".join(text.split()).lower())
     if match is None:
         raise ConfigError(f"{name}: '{text}' is no size; write 500mb, 2gb or 1gib")

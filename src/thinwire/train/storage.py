@@ -79,6 +79,8 @@ def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw
     ram = None if config.ref.budget is None else parse_size(config.ref.budget, "ref.budget")
     disk = None if config.ref.disk is None else parse_size(config.ref.disk, "ref.disk")
     copies = _COPIES if config.checkpoint.every else 1
+    if disk == 0 and ram is not None:
+        return tw.Storage(ram)
     _check_ram(config, need, ram, local_ranks)
     spills = ram is not None and ram < need.total + STEPS_IN_RAM * need.step_bytes
     if not need.ends or not (spills or config.checkpoint.every):
@@ -135,8 +137,10 @@ def sentence(
     )
     available = available_memory()
     room = "" if available is None else f" ({bytes_text(available)} available)"
+    kept = 1.0 if storage.capacity is None else storage.capacity / max(need.total, 1)
+    part = "" if kept >= 1 else f"; there is room for {100 * kept:.0f} % of the samples"
     if storage.folder is None:
-        return f"{text}, in RAM{room}; nothing is written to disk"
+        return f"{text}, in RAM{room}{part}; nothing is written to disk"
     step_s = estimated_step_s(config, stages, device)
     a_step = need.step_bytes * _spilled(need, storage)
     if config.checkpoint.every:
@@ -144,8 +148,6 @@ def sentence(
         a_step = max(a_step, dirty / config.checkpoint.every)
     free = bytes_text(_free(storage.folder))
     in_ram = "all of them" if storage.ram is None else f"up to {bytes_text(storage.ram)} of them"
-    kept = min(1.0, (storage.capacity or need.total) / max(need.total, 1))
-    part = "" if kept == 1 else f"; there is room for {100 * kept:.0f} % of the samples"
     return (
         f"{text}, {in_ram} in RAM{room}, on disk in {storage.folder} ({free} free), "
         f"about {bytes_text(a_step * _DAY / step_s)} written a day at {1e3 * step_s:.0f} ms a "

@@ -1,0 +1,119 @@
+"""How much a run remembers and where: what is said, what is asked for, what is refused."""
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.train import check, storage
+from thinwire.train.arguments import read_arguments
+from thinwire.train.config import Config, ConfigError, parse_size
+from thinwire.train.storage import Need, need_of, sentence, slow_disk, storage_of
+
+ROW = 2048 + 16 * 6  # bytes of 2,048 values in int8
+
+
+def config(*words: str) -> Config:
+    small = ["--model.dim=32", "--model.context=64", "--forward=delta(int4)", "--train.batch=8"]
+    return check.resolved(read_arguments([*small, *words]))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2gb", 2 * 10**9),
+        ("1.5 MB", 1_500_000),
+        ("1gib", 2**30),
+        ("3 kib", 3072),
+        ("7b", 7),
+        ("0", 0),
+    ],
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert parse_size(text, "ref.budget") == size
+
+
+@pytest.mark.parametrize("text", ["2", "gb", "2tb2", "-1gb", "1e400gb", "2gbit", "nan b"])
+def test_anything_else_is_refused_by_the_name_of_its_setting(text):
+    with pytest.raises(ConfigError, match=r"^ref\.budget"):
+        check.resolved(read_arguments([f"--ref.budget={text}", "--forward=delta(int4)"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        ((), [1, 1]),
+        (("--backward=delta(int4)",), [2, 2]),
+        (("--nproc=4",), [1, 2, 2, 1]),
+        (("--link.transport=memory", "--pipeline.stages=4"), [6]),
+        (("--forward=int4",), [0, 0]),
+        (("--forward=off", "--backward=off"), [0, 0]),
+        (("--nproc=2", "--pipeline.schedule=ZBV"), [2, 2]),
+    ],
+)
+def test_a_rank_remembers_at_its_ends_of_links(words, ends):
+    made = config(*words)
+    for rank, count in enumerate(ends):
+        need = need_of(made, rank, 100)
+        assert need.ends == count
+        assert need.total == 100 * count * ROW
+        assert need.step_bytes == 8 * count * ROW
+
+
+def test_without_a_budget_all_is_in_ram(tmp_path):
+    made = config()
+    need = need_of(made, 0, 100)
+    kept = storage_of(made, need, tmp_path, 2)
+    assert kept == tw.Storage()
+    text = sentence(made, need, kept, [], torch.device("cpu"))
+    assert text is not None
+    assert text.startswith("references: 100 samples at an end of links, 214 kB a rank, in RAM")
+    assert text.endswith("nothing is written to disk")
+
+
+def test_what_exceeds_the_budget_goes_to_disk_and_says_how_much_a_day(tmp_path, monkeypatch):
+    made = config("--ref.budget=100kb")
+    need = need_of(made, 0, 100)
+    kept = storage_of(made, need, tmp_path / "references", 2)
+    assert kept == tw.Storage(100_000, tmp_path / "references")
+    monkeypatch.setattr(storage, "estimated_step_s", lambda *_: 0.1)
+    text = sentence(made, need, kept, [], torch.device("cpu"))
+    assert text is not None
+    assert f"on disk in {tmp_path / 'references'}" in text
+    assert "GB written a day at 100 ms a step" in text
+
+
+def test_a_disk_of_0_bounds_what_is_remembered_by_ram(tmp_path):
+    made = config("--ref.budget=100kb", "--ref.disk=0")
+    need = need_of(made, 0, 100)
+    kept = storage_of(made, need, tmp_path, 2)
+    assert kept == tw.Storage(100_000)
+    text = sentence(made, need, kept, [], torch.device("cpu"))
+    assert text is not None
+    assert "there is room for 47 % of the samples" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "samples", "asks"),
+    [
+        ((), 10**9, "set --ref.budget, as 2gb"),
+        (("--ref.budget=20kb",), 100, "less than the references of 3 steps"),
+        (("--ref.budget=100kb",), 10**11, "set --ref.disk to less, as 10gb"),
+        (("--ref.budget=100kb", "--ref.disk=900tb"), 10**12, "set --ref.disk to less"),
+    ],
+)
+def test_what_does_not_fit_asks_for_the_setting_that_would_help(tmp_path, words, samples, asks):
+    made = config(*words)
+    with pytest.raises(ConfigError, match=asks):
+        storage_of(made, need_of(made, 0, samples), tmp_path, 2)
+
+
+def test_a_disk_that_does_not_keep_up_is_told_with_numbers():
+    facts = {"stalled_s": 0.0, "read_bytes": 10**9, "written_bytes": 5 * 10**8}
+    assert slow_disk([facts], 100.0) is None
+    line = slow_disk([facts, facts | {"stalled_s": 20.0}], 100.0)
+    assert line is not None
+    assert "waited 20.0 s of 100.0 s for references (1.5 GB read and written)" in line
+
+
+def test_a_run_that_remembers_nothing_says_nothing():
+    assert sentence(config(), Need(10, 0, 0, 0), tw.Storage(), [], torch.device("cpu")) is None
