@@ -186,6 +186,7 @@ def test_the_head_alone_can_be_trained(tmp_path: Path, options: tuple[str, ...])
 
 def test_dropout_in_frozen_blocks_keeps_them_running_and_is_said(tmp_path: Path) -> None:
     options = (*TINY, "--steps", "6", "--train.batch", "64", "--train.frozen", "2")
+    options += ("--forward", "delta(int4)")
     result = run(*options, "--model.dropout", "0.1", "--out", "run", cwd=tmp_path)
     assert summary_of(tmp_path / "run")["links"][0]["rested"] == 0
     assert "stage 0 is frozen, but its forward draws random numbers" in result.stderr
