@@ -166,10 +166,10 @@ def saved(folder: Path) -> dict[str, str]:
     """What the newest parts in ``folder`` hold of weights and optimizer state, by name."""
     found = {}
     for ranks_own in disk.rank_folders(folder).values():
-        part = list(disk.parts(ranks_own))[-1]
-        written = part.manifest["weights"]
-        for name, entry in weights.read(part.folder, written, written["names"]).items():
-            found[name] = entry_digest(entry)
+        for part in list(disk.parts(ranks_own))[-1:]:
+            written = part.manifest["weights"]
+            for name, entry in weights.read(part.folder, written, written["names"]).items():
+                found[name] = entry_digest(entry)
     return found
 
 
