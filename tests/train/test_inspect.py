@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.distributed.runs import TINY, Ending, run, text_in
 from thinwire.cli import main
+from thinwire.codecs.keeping import KEEPINGS
 
 
 def test_progress_checkpoints_references_and_traffic_are_shown(
@@ -38,9 +39,9 @@ def test_progress_checkpoints_references_and_traffic_are_shown(
     sender, receiver = found["references"]
     assert (sender["role"], receiver["role"]) == ("sender", "receiver")
     assert sender["keys"] == receiver["keys"] > 0
-    sample = 16 * 16 * 4  # context × dim in float32; the last one is shorter
+    sample = KEEPINGS["int8"].nbytes(16 * 16)  # context × dim; the last one is shorter
     assert (sender["keys"] - 1) * sample < sender["bytes"] <= sender["keys"] * sample
-    assert sender["precision"] == "float32"
+    assert sender["precision"] == "int8"
     assert 0 < sender["hits"] < 1
     assert [link["messages"] for link in found["links"]] == [6 * 4, 6 * 4]
     assert found["versions"].keys() == {"torch", "python", "thinwire"}
