@@ -94,12 +94,14 @@ class LinkCounters:
             "edge": self.edge,
             "direction": self.direction,
             "codec": self.codec,
+            "rested": self.rested,
             **{name: dataclasses.asdict(getattr(self, name)) for name in _SUMS},
             "kinds": {kind.name.lower(): dataclasses.asdict(self.kinds[kind]) for kind in Kind},
         }
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Count what ``state`` says that was counted before."""
+        self.rested += state.get("rested", 0)
         for name in _SUMS:
             getattr(self, name).add_all(state[name])
         for kind in Kind:
