@@ -43,6 +43,10 @@ CASES = {
     "int4 on disk": (2, "--forward=delta(int4,first=int6,ref=int4) --ref.budget=4kb"),
     "bounded on disk": (2, "--ref.budget=7kb --ref.disk=12kb"),
     "four stages on disk": (4, "--backward=delta(int4) --ref.budget=30kb"),
+    "in memory, both ways": (
+        1,
+        "--link.transport=memory --pipeline.stages=2 --forward=delta(int4) --backward=delta(int4)",
+    ),
     "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }
 

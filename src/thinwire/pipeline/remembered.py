@@ -66,15 +66,12 @@ class Remembered:
         self, ends: Sequence[EdgeEnd], storage: Storage, rows: int, timers: Timers
     ) -> None:
         links = [link for end in ends for link in (end.outgoing, end.incoming)]
-        self._links: dict[str, LinkSender | LinkReceiver] = {}
-        self._receiving: dict[str, LinkReceiver] = {}
-        for link in links:
-            if link.stores:
-                name = f"{link.place.edge} {link.place.direction.name.lower()}"
-                if name in self._links and isinstance(link, LinkReceiver):
-                    self._receiving[name] = link  # both ends are in this process
-                else:
-                    self._links[name] = link
+        #: (name, end) of each end of a link that remembers samples; both, where both are here.
+        self.ends: list[tuple[str, LinkSender | LinkReceiver]] = [
+            (f"{link.place.edge} {link.place.direction.name.lower()}", link)
+            for link in links
+            if link.stores
+        ]
         self.storage = storage
         self.background = Background()
         self._rows, self._timers = rows, timers
@@ -84,11 +81,6 @@ class Remembered:
         self.pinned: dict[str, list[tuple[ReferenceStore, Mapping[str, Tensor]]]] = {}
         #: References that were dropped since the two ends differed, at this rank's ends.
         self.repairs = 0
-
-    @functools.cached_property
-    def ends(self) -> list[tuple[str, LinkSender | LinkReceiver]]:
-        """(name, end) of each end of a link that remembers samples; both, where both are here."""
-        return [*self._links.items(), *self._receiving.items()]
 
     @functools.cached_property
     def stores(self) -> list[tuple[str, ReferenceStore]]:
