@@ -191,11 +191,34 @@ def test_another_forward_scheme_drops_the_references_and_says_so(
     )
 
 
-def differing(rank: int, world_size: int, folder: str) -> list[str]:
-    """The lines of a pipeline of which one end has lost a reference."""
+def change_a_reference(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["rows"][0] ^= 1
+    save_file(tensors, file)
+
+
+def forget_a_sample(file: Path) -> None:
+    tensors = load_file(file)
+    row = len(tensors["rows"]) // len(tensors["keys"])
+    columns = {n: t[1:].clone() for n, t in tensors.items() if n not in ("rows", "clock")}
+    save_file({**tensors, **columns, "rows": tensors["rows"][row:].clone()}, file)
+
+
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "changed": (change_a_reference, ""),
+    "one forgotten": (forget_a_sample, ""),
+    "gone": (Path.unlink, "references of forward 0→1 are dropped ("),
+    "no tensors": (lambda file: file.write_bytes(b"7" * 99), "references of forward 0→1 are "),
+    "nothing of ours": (lambda file: save_file({}, file), "references of forward 0→1 are dropped"),
+}
+
+
+def differing(rank: int, world_size: int, folder: str, harm: str, room: int | None) -> list[str]:
+    """The lines of a pipeline of which one end's references were harmed."""
     case = Case(forward="delta(int4)")
     stages, schedule, _ = build(rank, world_size, case)
-    pipeline = tw.Pipeline(schedule, stages, tw.Plan("delta(int4)", "int8"), deadline=20)
+    plan = tw.Plan("delta(int4)", "int8")
+    pipeline = tw.Pipeline(schedule, stages, plan, deadline=20, references=tw.Storage(room))
     ids, x, y = batch(0)
     for _ in range(2):
         pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
@@ -204,9 +227,7 @@ def differing(rank: int, world_size: int, folder: str) -> list[str]:
     saved = pipeline.checkpoint(own)
     if rank == 1:
         (file,) = own.iterdir()
-        tensors = load_file(file)
-        tensors["rows"][0] ^= 1
-        save_file(tensors, file)
+        HARMS[harm][0](file)
     lines = pipeline.restore(own, saved)
     pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
     digests = pipeline.state_digests()
@@ -215,11 +236,17 @@ def differing(rank: int, world_size: int, folder: str) -> list[str]:
     return [*lines, str(digests[f"edge 0 forward 0 {'receiver' if rank else 'sender'}"])]
 
 
-def test_ends_whose_references_differ_both_drop_them(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(differing, str(tmp_path), world_size=2)
+@pytest.mark.parametrize("room", [None, 10_000])
+@pytest.mark.parametrize("harm", HARMS)
+def test_ends_whose_references_differ_both_drop_them(
+    harm: str, room: int | None, pool: Pool, tmp_path: Path
+) -> None:
+    reason = HARMS[harm][1]
+    first, second = pool.run(differing, str(tmp_path), harm, room, world_size=2)
     assert first == second
-    (line, _) = first
+    *reasons, line, _ = first
     assert line == "references that differ at the two ends of a link are dropped"
+    assert [found.startswith(reason) for found in reasons] == ([True] if reason else [])
 
 
 def test_checkpoints_are_kept_and_found_where_they_should_be(pool: Pool, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Remembered:
         self._rows, self._timers = rows, timers
         self._agreed: tuple[int, ...] | None = None
         self._steps = 0
-        #: What each checkpoint names of the stores, by the name of its folder.
+        #: What each checkpoint names of the stores, by its folder.
         self.pinned: dict[str, list[tuple[ReferenceStore, Mapping[str, Tensor]]]] = {}
         #: References that were dropped since the two ends differed, at this rank's ends.
         self.repairs = 0
@@ -193,6 +193,14 @@ class Remembered:
             whole.setdefault(name, []).append(".".join(digests))
         return whole
 
+    def _clocks(self) -> dict[str, list[str]]:
+        """What decides who leaves beside the references themselves, for each end that is here."""
+        clocks: dict[str, list[str]] = {}
+        for name, link in self.ends:
+            told = [f"{store.clock}" for store in link.stores.values()]
+            clocks.setdefault(name, []).append(".".join(told))
+        return clocks
+
     def conclude(self, plan: StepPlan, reports: list[list[Any]], gather: Gather) -> None:
         """All ranks' reports are there: repair what differs."""
         unlike = _unlike([whole for _, whole in reports if whole])
@@ -203,11 +211,17 @@ class Remembered:
 
     def compare(self, gather: Gather) -> bool:
         """Compare everything that all ends hold, and drop what differs; whether all was equal."""
-        unlike = _unlike(gather(self._digests()))
-        if unlike:
-            self._repair_parts(unlike, gather)
+        found = gather([self._digests(), self._clocks()])
+        apart = _unlike(clocks for _, clocks in found)  # who leaves next is no longer the same
+        for name, link in self.ends:
+            if name in apart:
+                for store in link.stores.values():
+                    store.clear()
+        unlike = _unlike(digests for digests, _ in found)
+        if unlike - apart:
+            self._repair_parts(unlike - apart, gather)
         self._agreed = None
-        return not unlike
+        return not unlike | apart
 
     def _agree(
         self, keys: tuple[int, ...] | None, reports: list[list[Any]], gather: Gather

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from thinwire.counters import LinkCounters, link_name
@@ -37,7 +39,7 @@ def save_references(remembered: Remembered, folder: Path) -> list[dict[str, Any]
     """
     written = []
     for where, link, store in _stores(remembered):
-        name = "link-{edge}-{direction}-{tensor}-{role}.safetensors".format(**where)
+        name = _file_of(where)
         tensors = saved.save(store)
         save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / name)
         remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
@@ -65,15 +67,15 @@ def load_references(
     without = {}
     for where, link, store in _stores(remembered):
         one = by_place.get(_place_of(where))
+        store.clear()
         if one is None:
             without[_name(where)] = "the checkpoint holds none"
         elif one["scheme"] != str(link.scheme):
             without[_name(where)] = f"they were of {one['scheme']}, not of {link.scheme}"
         else:
-            tensors = load_file(folder / one["file"])
             try:
-                saved.restore(store, tensors)
-            except ValueError as error:
+                tensors = saved.restore(store, load_file(folder / _file_of(where)))
+            except (ValueError, OSError, SafetensorError) as error:
                 without[_name(where)] = str(error)
             else:
                 remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
@@ -88,9 +90,9 @@ def hold_references(
     for where, _, store in _stores(remembered):
         one = by_place.get(_place_of(where))
         if one is not None:
-            tensors = load_file(folder / one["file"])
-            saved.hold(store, tensors)
-            remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
+            with contextlib.suppress(ValueError, OSError, SafetensorError):  # nothing can be read
+                tensors = saved.hold(store, load_file(folder / _file_of(where)))
+                remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
 
 
 def release_references(remembered: Remembered, folder: Path) -> None:
@@ -119,6 +121,10 @@ def restore_counters(counters: Sequence[LinkCounters], saved: Sequence[Mapping[s
             one.add(before)
 
 
+def _file_of(where: Mapping[str, Any]) -> str:
+    return "link-{edge}-{direction}-{tensor}-{role}.safetensors".format(**where)
+
+
 def _name(where: Mapping[str, Any]) -> str:
     return link_name(where["edge"], where["direction"])
 
@@ -128,5 +134,5 @@ def _place_of(where: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _token(folder: Path) -> str:
-    """What a checkpoint's folder is called once it is complete; until then a dot precedes it."""
-    return folder.name.removeprefix(".")
+    """A checkpoint's folder, as it is called once it is complete; until then a dot precedes it."""
+    return str(folder.resolve().with_name(folder.name.removeprefix(".")))

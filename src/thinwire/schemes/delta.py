@@ -95,6 +95,14 @@ _KINDS = {
     Mode.UNKEPT: Kind.VALUE,
 }
 
+#: What a receiver plans of rows that come as these. That a first visit is a repair is known only to
+#: an end that has dropped the sample, which the other may never have had.
+_PLANNED = {
+    Kind.RESEED: Kind.CHANGE,
+    Kind.SAME: Kind.CHANGE,
+    Kind.REPAIR: Kind.FIRST,
+}
+
 
 def _least(dtype: torch.dtype) -> float:
     """The part of a value's energy below which a change is lost in the value's own rounding."""
@@ -412,7 +420,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         for section in sections:
             rows = range(len(keys)) if section.rows is None else section.rows
             there = _some_keys(keys, rows)
-            kind = Kind.CHANGE if section.kind in _IN_CHANGE else section.kind
+            kind = _PLANNED.get(section.kind, section.kind)
             if section.codec != self.names[section.kind]:
                 raise FrameError(
                     f"{section.kind.name} coded as {section.codec!r}; this end has {self.scheme}"
@@ -422,7 +430,9 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             if section.keys != _digest(visit, there):
                 raise FrameError("the two ends hold different sample ids for this micro-batch")
             held = self.store.versions(there)
-            if section.versions != held or any(planned[r] != kind for r in rows):
+            if section.versions != held or any(
+                _PLANNED.get(planned[r], planned[r]) != kind for r in rows
+            ):
                 sent = section.versions or [-1] * len(there)
                 k = next((k for k, v in enumerate(sent) if v != held[k]), 0)
                 raise FrameError(

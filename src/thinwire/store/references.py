@@ -187,6 +187,17 @@ class ReferenceStore:
         """All that is held."""
         return list(self._held.values())
 
+    @property
+    def clock(self) -> list[int]:
+        """The members' time, and the longest between two visits."""
+        return [0, 0] if self.members is None else [self.members.now, self.members.longest]
+
+    def clear(self) -> None:
+        """Hold nothing, as a fresh store."""
+        self.drop(list(self._held))
+        if self.members is not None:
+            self.bound(self.members.capacity)
+
     def table(self) -> dict[str, Tensor]:
         """What is held but the rows, int64: a value a key in all but ``clock``, the members'."""
         everyone = self.everyone
@@ -197,9 +208,7 @@ class ReferenceStore:
             "values": [h.values for h in everyone],
             "last": [last.get(h.key, 0) for h in everyone],
         }
-        columns["clock"] = (
-            [0, 0] if self.members is None else [self.members.now, self.members.longest]
-        )
+        columns["clock"] = self.clock
         return {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class _File:
 
     descriptor: int
     live: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    pins: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    pins: np.ndarray[tuple[int], np.dtype[np.uint32]]
     free: list[int]
 
     def grow(self, count: int) -> None:
@@ -44,7 +44,7 @@ class _File:
         if more > 0:
             self.free.extend(range(count - 1, len(self.live) - 1, -1))
             self.live = np.append(self.live, np.zeros(more, dtype=np.bool_))
-            self.pins = np.append(self.pins, np.zeros(more, dtype=np.uint8))
+            self.pins = np.append(self.pins, np.zeros(more, dtype=np.uint32))
 
 
 class SlotFiles:
@@ -57,11 +57,21 @@ class SlotFiles:
         self._folder, self._name = folder, name
         self._files: dict[int, _File] = {}
 
+    def _path(self, size: int) -> Path:
+        return self._folder / f"{self._name}-{size}.rows"
+
+    def extent(self, size: int) -> int:
+        """Bytes that are on disk in slots of ``size``."""
+        try:
+            return self._path(size).stat().st_size
+        except OSError:
+            return 0
+
     def _file(self, size: int) -> _File:
         if size not in self._files:
-            path = self._folder / f"{self._name}-{size}.rows"
+            path = self._path(size)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            nothing = np.zeros(0, dtype=np.bool_), np.zeros(0, dtype=np.uint8)
+            nothing = np.zeros(0, dtype=np.bool_), np.zeros(0, dtype=np.uint32)
             self._files[size] = _File(descriptor, *nothing, [])
         return self._files[size]
 
