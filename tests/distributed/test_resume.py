@@ -249,6 +249,45 @@ def test_ends_whose_references_differ_both_drop_them(
     assert [found.startswith(reason) for found in reasons] == ([True] if reason else [])
 
 
+def two_of_a_name(rank: int, world_size: int, folder: str) -> list[Any]:
+    """How many samples had to be repaired after going on from the later of two checkpoints."""
+    storage = tw.Storage(folder=Path(folder, "rows"))
+    case = Case(forward="delta(int4)", num_stages=2, transport="memory")
+
+    def make() -> tw.Pipeline:
+        stages, schedule, _ = build(rank, world_size, case)
+        plan = tw.Plan("delta(int4)", "int8")
+        return tw.Pipeline(
+            schedule, stages, plan, transport=tw.MemoryTransport(), references=storage
+        )
+
+    ids, x, y = batch(0)
+    pipeline = make()
+    for step in ("first", "second", "third"):
+        pipeline.step(x, target=y, sample_ids=ids)
+        own = Path(folder, step, "references")
+        own.mkdir(parents=True)
+        if step != "third":
+            saved, where = pipeline.checkpoint(own), own
+    pipeline.release(Path(folder, "first", "references"))
+    for _ in range(3):
+        pipeline.step(x, target=y, sample_ids=ids)
+        pipeline.checkpoint(own)
+    pipeline.close()
+    pipeline = make()
+    lines = pipeline.restore(where, saved)
+    pipeline.step(x, target=y, sample_ids=ids)
+    lost = sum(one["lost"] for one in pipeline.reference_reports())
+    pipeline.close()
+    return [*lines, lost]
+
+
+def test_checkpoints_in_folders_of_the_same_name_are_released_apart(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(two_of_a_name, str(tmp_path), world_size=1) == [[0]]
+
+
 def test_checkpoints_are_kept_and_found_where_they_should_be(pool: Pool, tmp_path: Path) -> None:
     memory = ["--data.path", text_in(tmp_path), "--link.transport=memory"]
     options = [*TINY, *memory, f"--checkpoint.dir={tmp_path / 'one'}"]
