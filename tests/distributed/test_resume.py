@@ -206,7 +206,7 @@ def forget_a_sample(file: Path) -> None:
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "changed": (change_a_reference, ""),
-    "one forgotten": (forget_a_sample, ""),
+    "one forgotten": (forget_a_sample, "references of forward 0→1 are dropped (1 of "),
     "gone": (Path.unlink, "references of forward 0→1 are dropped ("),
     "no tensors": (lambda file: file.write_bytes(b"7" * 99), "references of forward 0→1 are "),
     "nothing of ours": (lambda file: save_file({}, file), "references of forward 0→1 are dropped"),

@@ -79,6 +79,9 @@ def load_references(
                 without[_name(where)] = str(error)
             else:
                 remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
+                if len(store) < one["keys"]:
+                    lost = one["keys"] - len(store)
+                    without[_name(where)] = f"{lost:,} of {one['keys']:,} are not on the disk"
     return without
 
 

@@ -49,10 +49,11 @@ def restore(store: ReferenceStore, saved: Mapping[str, Tensor]) -> Mapping[str, 
     _check_slots(store, saved)
     saved = _present(store.tier.files, saved)
     slots = _slots(saved)
+    store.clear()
+    store.tier.files.adopt(slots, live=True)
     everyone = store.fill(saved, [None] * len(slots))
     for held, slot, hash_ in zip(everyone, slots, saved["hashes"].tolist(), strict=True):
         held.slot, held.hash, held.clean = slot, hash_ % _WRAP, True
-    store.tier.files.adopt(slots, live=True)
     return saved
 
 

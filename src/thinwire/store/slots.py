@@ -62,10 +62,8 @@ class SlotFiles:
 
     def extent(self, size: int) -> int:
         """Bytes that are on disk in slots of ``size``."""
-        try:
-            return self._path(size).stat().st_size
-        except OSError:
-            return 0
+        path = self._path(size)
+        return path.stat().st_size if path.is_file() else 0
 
     def _file(self, size: int) -> _File:
         if size not in self._files:
