@@ -12,11 +12,14 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from thinwire.train.manifest import fault
 
 FORMAT = 1  # of the manifest
 MANIFEST = "manifest.json"
@@ -63,6 +66,10 @@ def step_folders(ranks_own: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def _name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 def unfinished(ranks_own: Path) -> list[Path]:
     """What a process that was ended has left half written or half deleted."""
     return sorted(ranks_own.glob(".step-*")) if ranks_own.is_dir() else []
@@ -80,8 +87,8 @@ def write(ranks_own: Path, step: int, fill: Callable[[Path], dict[str, Any]]) ->
     values. A part of the same step is replaced.
     """
     for left in unfinished(ranks_own):
-        shutil.rmtree(left)
-    name = f"step-{step:08d}"
+        _remove(left)
+    name = _name_of(step)
     temporary, target = ranks_own / f".{name}", ranks_own / name
     temporary.mkdir()
     values = fill(temporary)
@@ -98,7 +105,7 @@ def write(ranks_own: Path, step: int, fill: Callable[[Path], dict[str, Any]]) ->
     (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
     for path in [*files, temporary / MANIFEST, *{path.parent for path in files}, temporary]:
         _flush(path)
-    if target.exists():
+    if os.path.lexists(target):
         delete(target)
     temporary.rename(target)
     _flush(ranks_own)
@@ -108,27 +115,43 @@ def write(ranks_own: Path, step: int, fill: Callable[[Path], dict[str, Any]]) ->
 def delete(folder: Path) -> None:
     """Delete a part; ended half way, it leaves nothing that looks like one."""
     hidden = folder.with_name(f".{folder.name}.deleted")
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    if os.path.lexists(hidden):
+        _remove(hidden)
     folder.rename(hidden)
-    shutil.rmtree(hidden)
+    _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or what somebody has put in its place; a link, not what it leads to."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def read(folder: Path) -> Part:
     """The part in ``folder`` by its manifest. Raises DamagedError where that is not intact."""
     try:
+        if not _may_be_read(folder / MANIFEST):
+            raise DamagedError(f"{MANIFEST} is no file")
         document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         manifest, digest = document["manifest"], document["xxh3"]
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise DamagedError(f"{MANIFEST} can't be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except DamagedError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{MANIFEST} is damaged") from None
     if not isinstance(manifest, dict) or digest != _digest_of(manifest):
         raise DamagedError(f"{MANIFEST} is damaged: its digest differs")
-    if manifest["format"] != FORMAT:
-        raise DamagedError(f"its format is {manifest['format']}, this thinwire reads {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise DamagedError(f"its format is {manifest.get('format')}, this thinwire reads {FORMAT}")
+    if (why := fault(manifest)) is not None:
+        raise DamagedError(f"{MANIFEST} is damaged: {why}")
+    if folder.name != _name_of(manifest["step"]):
+        raise DamagedError(f"{MANIFEST} is that of step {manifest['step']}")
     return Part(folder, manifest)
 
 
@@ -137,6 +160,8 @@ def verify(part: Part) -> None:
     for name, expected in part.manifest["files"].items():
         path = part.folder / name
         try:
+            if not _may_be_read(path):
+                raise DamagedError(f"{name} is no file")
             size = path.stat().st_size
             if size != expected["bytes"]:
                 raise DamagedError(f"{name} has {size} bytes, not {expected['bytes']}")
@@ -155,6 +180,11 @@ def parts(ranks_own: Path) -> Iterator[Part]:
             yield read(folder)
         except DamagedError:
             continue
+
+
+def _may_be_read(path: Path) -> bool:
+    """Whether there is an end to it: a pipe would be waited for."""
+    return stat.S_ISREG(path.stat().st_mode)
 
 
 def _digest(path: Path) -> str:

@@ -65,14 +65,27 @@ def read(folder: Path) -> dict[str, Any]:
     """The content of ``run.json``. Raises ConfigError if ``folder`` is no run's."""
     try:
         content: dict[str, Any] = json.loads((folder / _RUN).read_text(encoding="utf-8"))
-        content["run"]
+        if not _is_sound(content):
+            raise ValueError
         return content
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no run folder: it has no {_RUN}") from None
     except OSError as error:
         raise ConfigError(f"can't read {folder / _RUN}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError):
         raise ConfigError(f"{folder / _RUN} is damaged") from None
+
+
+def _is_sound(content: Any) -> bool:
+    """Whether all that is read of ``run.json`` has the type that it was written with."""
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("run"), str)
+        and isinstance(content.get("parts", []), list)
+        and all(isinstance(path, str) and "\0" not in path for path in content.get("parts", []))
+        and type(content.get("committed", 0)) is int
+        and type(content.get("steps", 0)) is int
+    )
 
 
 def create(config: Config) -> Path:

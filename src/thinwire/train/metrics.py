@@ -98,17 +98,28 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of ``metrics.jsonl``, up to one that was cut off as it was written."""
-    records: list[dict[str, Any]] = []
+    """The records of ``metrics.jsonl``, without lines that were cut off or damaged."""
     try:
-        with (folder / METRICS).open(encoding="utf-8") as lines:
-            for line in lines:
-                record = json.loads(line)
-                if not isinstance(record, dict) or "step" not in record:
-                    break
-                records.append(record)
-    except FileNotFoundError:
-        pass
-    except ValueError:  # the line that was being written when the process was ended
-        pass
-    return records
+        text = (folder / METRICS).read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, IsADirectoryError):
+        return []
+    records = (_record(line) for line in text.split("\n"))
+    return [record for record in records if record is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # it was being written when the process was ended
+        return None
+    return record if _is_sound(record) else None
+
+
+def _is_sound(record: Any) -> bool:
+    """Whether a line has what is read of it."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    saved = record.get("checkpoint", {"bytes": 0, "seconds": 0.0})
+    return isinstance(saved, dict) and all(
+        isinstance(saved.get(name), int | float) for name in ("bytes", "seconds")
+    )

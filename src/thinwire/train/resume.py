@@ -7,14 +7,16 @@ and sent by a rank that has them where they are not; the links' references are d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from thinwire.train import config as configuration
@@ -138,16 +140,28 @@ def _read_own(run: Run, choice: Choice) -> tuple[Progress, list[str]]:
     """Everything from this rank's own part."""
     part = choice.parts[run.place.rank]
     tensors = model.named_tensors(run.stages, run.config.model.tied)
-    entries = weights.read(part.folder, part.manifest["weights"], tensors)
-    weights.apply(entries, tensors, run.optimizer)
-    progress = load_file(part.folder / PROGRESS_FILE)
-    set_generator_states(progress, run.place.device)
+    with _naming(part):
+        entries = weights.read(part.folder, part.manifest["weights"], tensors)
+        weights.apply(entries, tensors, run.optimizer)
+        progress = load_file(part.folder / PROGRESS_FILE)
+        set_generator_states(progress, run.place.device)
+        steps_ms = tuple(map(float, progress["steps_ms"].tolist()))
     lines = run.pipeline.restore(part.folder, part.manifest["pipeline"])
     for other in disk.parts(part.folder.parent):
         if other.folder != part.folder:  # what an older checkpoint needs stays until it is deleted
             run.pipeline.hold(other.folder, other.manifest["pipeline"])
-    steps_ms = tuple(progress["steps_ms"].tolist())
     return Progress(choice.key.step, part.manifest["journal"], steps_ms), lines
+
+
+@contextlib.contextmanager
+def _naming(part: disk.Part) -> Iterator[None]:
+    """Say of which part files are that are not what the run needs, though their digests are right:
+    nothing that is read is trusted."""
+    try:
+        yield
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise disk.DamagedError(f"{part.folder} is not a part of this run: {why}") from error
 
 
 def _move(run: Run, choice: Choice, facts: Mapping[str, Any]) -> tuple[Progress, list[str]]:
@@ -186,14 +200,16 @@ def _fetched(
     entries: dict[str, weights.Entry] = {}
     for part in parts.values():
         names = [n for n in tensors if has.get(n) is part]
-        entries |= weights.read(part.folder, part.manifest["weights"], names)
+        with _naming(part):
+            entries |= weights.read(part.folder, part.manifest["weights"], names)
     for receiver, one in enumerate(every):
         for name in one["lacking"]:
             if name not in owners:
                 raise ConfigError(f"--resume: no part of the checkpoint holds {name}")
             if rank == owners[name]:
                 written = has[name].manifest["weights"]
-                (entry,) = weights.read(has[name].folder, written, [name]).values()
+                with _naming(has[name]):
+                    (entry,) = weights.read(has[name].folder, written, [name]).values()
                 ranks.send_bytes(weights.to_bytes(entry), receiver)
             elif rank == receiver:
                 entries[name] = weights.from_bytes(ranks.receive_bytes(owners[name]))

@@ -42,7 +42,12 @@ def apply(
     tensors: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Copy ``entries`` into the parameters and buffers of the same names, and the optimizer."""
+    """Copy ``entries`` into the parameters and buffers of the same names, and the optimizer.
+
+    Raises ValueError, with nothing copied, where one does not fit.
+    """
+    for name, tensor in tensors.items():
+        _check(name, entries[name], tensor)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(entries[name].value)
@@ -51,6 +56,17 @@ def apply(
     kept = {index: entries[name_of[id(p)]].kept for index, p in enumerate(parameters)}
     state = optimizer.state_dict() | {"state": {i: k for i, k in kept.items() if k}}
     optimizer.load_state_dict(state)  # it puts each tensor where the optimizer wants it
+
+
+def _check(name: str, entry: Entry, tensor: Tensor) -> None:
+    found = {"": entry.value} | {f"/{k}": v for k, v in entry.kept.items() if isinstance(v, Tensor)}
+    for key, value in found.items():
+        fits = value.shape == tensor.shape or (key and value.dim() == 0)
+        if not fits or value.is_floating_point() != tensor.is_floating_point():
+            raise ValueError(
+                f"{name}{key} is {value.dtype} of shape {tuple(value.shape)}, not {tensor.dtype} "
+                f"of {tuple(tensor.shape)}"
+            )
 
 
 def write(entries: Mapping[str, Entry], folder: Path) -> dict[str, Any]:
