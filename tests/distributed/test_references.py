@@ -223,6 +223,39 @@ def test_a_periodic_digest_finds_contents_that_differ(
     assert found[0][1]["repairs"] >= 1
 
 
+def flip_all(rank: int, step: int, pipeline: tw.Pipeline) -> None:
+    if step == 97 and rank == 1:
+        for _, store in pipeline._remembered.stores:
+            for row in store.rows(list(store.lengths)):
+                row.view(torch.uint8)[-1] ^= 1
+
+
+def test_what_many_links_hold_otherwise_can_be_told(pool: Pool) -> None:
+    both = "delta(int4)"
+    case = Case(forward=both, backward=both, num_stages=20, steps=102)
+    found = pool.run(run, case, harm=flip_all, world_size=2)
+    assert digests_agree([o for o, _ in found])
+    assert found[0][1]["repairs"] > 38 * SAMPLES // 2
+
+
+WRONG: dict[str, Any] = {
+    "ram": -1,
+    "disk": 2.5,
+    "copies": 0,
+    "folder": 7,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_storage_that_makes_no_sense_is_a_value_error(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}="):
+        tw.Storage(**{name: WRONG[name]})
+
+
+def test_a_storage_may_have_its_folder_as_text() -> None:
+    assert tw.Storage(folder="rows").folder == Path("rows")  # type: ignore[arg-type]
+
+
 def test_both_ends_in_one_process_agree_too(pool: Pool, tmp_path: Path) -> None:
     case = Case(
         forward="delta(int4)", backward="int8", num_stages=2, transport="memory", steps=3 * EPOCH

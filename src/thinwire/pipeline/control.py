@@ -14,9 +14,11 @@ from thinwire.counters import LinkCounters
 from thinwire.errors import FrameError, LinkError
 from thinwire.frame import Direction, Kind, Place, Section
 from thinwire.network import Handle, Transport, TransportError
+from thinwire.store.references import PARTS
 
 _INIT, _HEADER, _RESULT = range(3)
 _SMALL = 16384
+_DIGITS = 24  # of a digest, with what parts it from the next
 
 
 class Control:
@@ -48,9 +50,11 @@ class Control:
         """All ranks but this one."""
         return [r for r in range(len(self.addresses)) if r != self.rank]
 
-    def allow_rows(self, rows: int) -> None:
-        """Make room for what is told of a step's rows: ids, lengths and versions as digits."""
-        self._max[_HEADER] = self._max[_RESULT] = _SMALL + 96 * rows
+    def allow_rows(self, rows: int, tensors: int) -> None:
+        """Make room for what is told of a step's rows: ids, lengths and versions as digits; and of
+        the ``tensors`` that cross links: versions of rows, and digests in parts."""
+        self._max[_HEADER] = _SMALL + 96 * rows
+        self._max[_RESULT] = _SMALL + 96 * rows + tensors * (_DIGITS * PARTS + 48 * rows)
 
     # What the ranks tell each other.
 

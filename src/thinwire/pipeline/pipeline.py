@@ -148,7 +148,7 @@ class Pipeline:
         self._control.deadline = first_deadline
         self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
-        self._control.allow_rows(rows)
+        self._control.allow_rows(rows, 2 * sum(self._setup.outputs))
         schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
         self._needs_keys = any(s.needs_keys for pair in schemes if pair for s in pair)
         # torch's own operations, where an edge is off, take one shape only

@@ -49,6 +49,17 @@ class Storage:
     disk: int | None = None
     copies: int = 1
 
+    def __post_init__(self) -> None:
+        for name, least in (("ram", 0), ("disk", 0), ("copies", 1)):
+            value = getattr(self, name)
+            if (value is None and name != "copies") or (type(value) is int and value >= least):
+                continue
+            raise ValueError(f"{name}={value!r}: a whole number from {least}")
+        folder: Any = self.folder
+        if not isinstance(folder, str | Path | None):
+            raise ValueError(f"folder={folder!r} is no path")
+        object.__setattr__(self, "folder", None if folder is None else Path(folder))
+
     @property
     def capacity(self) -> int | None:
         """Bytes of references that it can hold, None without bound."""
