@@ -26,7 +26,7 @@ import thinwire as tw
 from benchmarks.quality.cases import LR, Case
 from benchmarks.quality.measure import measure
 from benchmarks.quality.results import RESULTS, append
-from thinwire.train import loop
+from thinwire.train import build
 
 CODECS = ("int8", "int4", "int3", "int2", "tile")
 _FILE = RESULTS.parent / "drift.jsonl"
@@ -77,14 +77,14 @@ class Watch:
     @contextlib.contextmanager
     def first_stage(self) -> Iterator[None]:
         """Within, the first stage of every run is watched while it trains."""
-        build = loop.build_stages
+        build_stages = build.build_stages
 
         def build_and_watch(*arguments: Any) -> Any:
-            stages = build(*arguments)
+            stages = build_stages(*arguments)
             stages[0].register_forward_hook(self._see)
             return stages
 
-        with mock.patch.object(loop, "build_stages", build_and_watch):
+        with mock.patch.object(build, "build_stages", build_and_watch):
             yield
 
     def _see(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -28,7 +28,8 @@ from rich.console import Console
 
 import thinwire as tw
 from benchmarks.quality.cases import Case
-from thinwire.train import check, config, data, loop, model
+from thinwire.train import build, check, config, data, home, loop, metrics, model
+from thinwire.train.stop import Stop
 
 _KEPT: tuple[str, ...] = (
     "val_loss",
@@ -94,17 +95,20 @@ def _train(settings: config.Config) -> dict[str, Any]:
     check.check_plan(settings)
     torch.set_num_threads(settings.threads or 1)
     text = data.load(settings.data, settings.model.context)
-    place = loop.Place(rank=0, world_size=1, device=torch.device("cpu"))
+    settings = build.planned(settings, text)
+    place = build.Place(rank=0, world_size=1, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = Path(scratch) / "run"
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=0, world_size=1
+            "gloo", init_method=f"file://{scratch}/rendezvous", rank=0, world_size=1
         )
         try:
-            summary = loop.train(settings, text, place, folder, Console(quiet=True))
+            home.create(dataclasses.replace(settings, out=str(folder)))
+            own = home.begin(settings, folder, rank=0, local_rank=0)
+            summary = loop.train(settings, text, place, own, Console(quiet=True), Stop())
         finally:
             dist.destroy_process_group()
-        steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        steps = metrics.read_metrics(folder)
     return {
         **{key: summary[key] for key in _KEPT},
         "epoch_val_loss_codec": [s["val_loss_codec"] for s in steps if "val_loss_codec" in s],
@@ -122,10 +126,10 @@ def altered_weights(case: Case) -> Iterator[None]:
     Embeddings are scaled from the product's standard deviation to that of the case; then, for
     ``ulp``, each weight is moved to the next larger float.
     """
-    build, scale = model.build_stage, case.embedding_std / Case.embedding_std
+    build_stage, scale = model.build_stage, case.embedding_std / Case.embedding_std
 
     def build_and_alter(*arguments: Any) -> model.Stage:
-        stage = build(*arguments)
+        stage = build_stage(*arguments)
         with torch.no_grad():
             for name, parameter in stage.named_parameters():
                 if name.startswith("embedding.") and scale != 1:
