@@ -139,13 +139,7 @@ class Pipeline:
         self._failed: str | None = None
         self._asked_to_stop, self._step = False, 0
         self._mode: bool | None = None  # training, evaluation, or nothing yet
-        self._control = Control(
-            self.transport,
-            self.rank,
-            [0] if self.transport.in_process else range(first.group_size),
-            rank_names(rank_of),
-        )
-        self._control.deadline = first_deadline
+        self._control = self._make_control(rank_of, first_deadline)
         self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
         self._control.allow_rows(rows, 2 * sum(self._setup.outputs))
@@ -165,6 +159,13 @@ class Pipeline:
         self._remembered = Remembered(self._ends, references or Storage(), rows, self.timers)
         if self._needs_keys:
             self._share_capacity()
+
+    def _make_control(self, rank_of: Mapping[int, int], deadline: float) -> Control:
+        ranks = self.stages[0].group_size
+        addresses = [0] if self.transport.in_process else range(ranks)
+        control = Control(self.transport, self.rank, addresses, rank_names(rank_of))
+        control.deadline = deadline
+        return control
 
     def _find_frozen(
         self,
@@ -550,10 +551,7 @@ class Pipeline:
 
     def link_reports(self) -> list[dict[str, Any]]:
         """All links' counters as plain numbers, the same on all ranks (collective)."""
-        with self._failing_together():
-            mine = [c.report() for c in self.link_counters()]
-            found = self._control.gather_setup(mine)
-            self.transport.flush(self.deadline)
+        found = self._gathered([c.report() for c in self.link_counters()])
         links = [r for rank in found for r in rank if r["edge"] >= 0]
         links.sort(key=lambda r: (r["edge"], r["direction"] != "forward"))
         control = [r for rank in found for r in rank if r["edge"] < 0]
@@ -562,23 +560,24 @@ class Pipeline:
     def reference_reports(self) -> list[dict[str, Any]]:
         """What all ends of all links remember, and where, as plain numbers, the same on all ranks
         (collective); see docs/train.md."""
+        found = self._gathered([{"rank": self.rank, **o} for o in self._remembered.facts()])
+        return [one for rank in found for one in rank]
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """All ranks' JSON values, between two steps (collective)."""
         with self._failing_together():
-            mine = [{"rank": self.rank, **one} for one in self._remembered.facts()]
             found = self._control.gather_setup(mine)
             self.transport.flush(self.deadline)
-        return [one for rank in found for one in rank]
+        return found
 
     def state_digests(self) -> dict[str, int]:
         """A hash of each link's shared state at this rank; equal at both ends of a link."""
         digests = {}
         for end in self._ends:
             for link in (end.outgoing, end.incoming):
+                where = f"edge {link.place.edge} {link.place.direction.name.lower()}"
                 for index, state in link.states.items():
-                    role = "sender" if link is end.outgoing else "receiver"
-                    key = (
-                        f"edge {link.place.edge} {link.place.direction.name.lower()} {index} {role}"
-                    )
-                    digests[key] = state.digest()
+                    digests[f"{where} {index} {link.role}"] = state.digest()
         return digests
 
     def close(self) -> None:

@@ -93,6 +93,19 @@ class Remembered:
         #: References that were dropped since the two ends differed, at this rank's ends.
         self.repairs = 0
 
+    @property
+    def placed(self) -> Iterator[tuple[dict[str, Any], LinkSender | LinkReceiver, ReferenceStore]]:
+        """Every store: where it stands, as JSON values, its link, and it."""
+        for _, link in self.ends:
+            for index, store in link.stores.items():
+                where = {
+                    "edge": link.place.edge,
+                    "direction": link.place.direction.name.lower(),
+                    "tensor": index,
+                    "role": link.role,
+                }
+                yield where, link, store
+
     @functools.cached_property
     def stores(self) -> list[tuple[str, ReferenceStore]]:
         """(name, store) of each tensor of each end."""
@@ -171,15 +184,11 @@ class Remembered:
 
     def standing(self, keys: tuple[int, ...] | None) -> dict[str, list[str]]:
         """What the ends hold of ``keys``, by link: a hash for each of them that is here."""
-        found: dict[str, list[str]] = {}
         if keys is None:
-            return found
+            return {}
         for _, store in self.stores:
             store.settle()
-        for name, link in self.ends:
-            hashes = [f"{store.standing(keys):x}" for store in link.stores.values()]
-            found.setdefault(name, []).append(".".join(hashes))
-        return found
+        return self._said(lambda store: f"{store.standing(keys):x}")
 
     def report(self, plan: StepPlan) -> list[Any]:
         """What this rank says at the end of a step: of the next one's samples, and now and then of
@@ -198,19 +207,14 @@ class Remembered:
 
     def _digests(self) -> dict[str, list[str]]:
         """Digests of everything, by link, for each end that is here."""
-        whole: dict[str, list[str]] = {}
-        for name, link in self.ends:
-            digests = [f"{store.digest():x}" for store in link.stores.values()]
-            whole.setdefault(name, []).append(".".join(digests))
-        return whole
+        return self._said(lambda store: f"{store.digest():x}")
 
-    def _clocks(self) -> dict[str, list[str]]:
-        """What decides who leaves beside the references themselves, for each end that is here."""
-        clocks: dict[str, list[str]] = {}
+    def _said(self, what: Callable[[ReferenceStore], str]) -> dict[str, list[str]]:
+        """What the stores of each end say, by link, an entry for each end that is here."""
+        said: dict[str, list[str]] = {}
         for name, link in self.ends:
-            told = [f"{store.clock}" for store in link.stores.values()]
-            clocks.setdefault(name, []).append(".".join(told))
-        return clocks
+            said.setdefault(name, []).append(".".join(map(what, link.stores.values())))
+        return said
 
     def conclude(self, plan: StepPlan, reports: list[list[Any]], gather: Gather) -> None:
         """All ranks' reports are there: repair what differs."""
@@ -222,8 +226,9 @@ class Remembered:
 
     def compare(self, gather: Gather) -> bool:
         """Compare everything that all ends hold, and drop what differs; whether all was equal."""
-        found = gather([self._digests(), self._clocks()])
-        apart = _unlike(clocks for _, clocks in found)  # who leaves next is no longer the same
+        # the clocks beside the references decide who leaves next
+        found = gather([self._digests(), self._said(lambda store: f"{store.clock}")])
+        apart = _unlike(clocks for _, clocks in found)
         for name, link in self.ends:
             if name in apart:
                 for store in link.stores.values():
@@ -244,43 +249,41 @@ class Remembered:
 
     def _repair_keys(self, keys: tuple[int, ...], unlike: set[str], gather: Gather) -> None:
         """Forget those of ``keys`` that the two ends of a link hold otherwise."""
-        mine: dict[str, list[Any]] = {}
-        for name, link in self.ends:
-            if name in unlike:
-                held = [
-                    [[store.versions([k])[0], store.lengths.get(k, -1)] for k in keys]
-                    for store in link.stores.values()
-                ]
-                mine.setdefault(name, []).append(held)
-        told = _by_name(gather(mine))
-        for name, link in self.ends:
-            if name in unlike:
-                one, other = told[name]
-                wrong = [
-                    key
-                    for k, key in enumerate(keys)
-                    if [held[k] for held in one] != [held[k] for held in other]
-                ]
-                self._repair(name, link, wrong)
+
+        def held(store: ReferenceStore) -> list[Any]:
+            return [[store.versions([key])[0], store.lengths.get(key, -1)] for key in keys]
+
+        for name, link, wrong in self._differing(unlike, held, gather):
+            self._repair(name, link, [keys[k] for k in wrong])
 
     def _repair_parts(self, unlike: set[str], gather: Gather) -> None:
         """Forget the keys of those parts of a link's digests that differ."""
+
+        def digests(store: ReferenceStore) -> list[Any]:
+            return [f"{part:x}" for part in store.digests()]
+
+        for name, link, wrong in self._differing(unlike, digests, gather):
+            self._repair(name, link, link.keys_of_parts(wrong))
+
+    def _differing(
+        self, unlike: set[str], what: Callable[[ReferenceStore], list[Any]], gather: Gather
+    ) -> Iterator[tuple[str, LinkSender | LinkReceiver, list[int]]]:
+        """Where in the lists that ``what`` gives the two ends of the links ``unlike`` differ: each
+        end that is here, with its link's name and the places, in any of its stores."""
         mine: dict[str, list[Any]] = {}
-        for name, link in self.ends:
-            if name in unlike:
-                parts = [store.digests() for store in link.stores.values()]
-                mine.setdefault(name, []).append([[f"{p:x}" for p in d] for d in parts])
+        here = [(name, link) for name, link in self.ends if name in unlike]
+        for name, link in here:
+            mine.setdefault(name, []).append([what(store) for store in link.stores.values()])
         told = _by_name(gather(mine))
-        for name, link in self.ends:
-            if name in unlike:
-                one, other = told[name]
-                wrong = {
-                    part
-                    for digests, others in zip(one, other, strict=True)
-                    for part, (a, b) in enumerate(zip(digests, others, strict=True))
-                    if a != b
-                }
-                self._repair(name, link, link.keys_of_parts(wrong))
+        for name, link in here:
+            one, other = told[name]
+            places = {
+                place
+                for first, second in zip(one, other, strict=True)
+                for place, (a, b) in enumerate(zip(first, second, strict=True))
+                if a != b
+            }
+            yield name, link, sorted(places)
 
     def _repair(self, name: str, link: LinkSender | LinkReceiver, keys: Sequence[int]) -> None:
         link.repair(keys)
@@ -292,30 +295,29 @@ class Remembered:
                 len(keys),
             )
 
+    def pin(self, folder: str, store: ReferenceStore, saved: Mapping[str, Tensor]) -> None:
+        """The checkpoint in ``folder`` names ``saved`` of a store."""
+        self.pinned.setdefault(folder, []).append((store, saved))
+
     def facts(self) -> list[dict[str, Any]]:
         """What each end remembers, as plain numbers; bytes on disk are of the files there."""
         found = []
-        for name, link in self.ends:
-            for index, store in link.stores.items():
-                tier = store.tier
-                traffic = Traffic() if tier is None else tier.traffic
-                in_ram = [held.row.nbytes for held in store.everyone if held.row is not None]
-                edge, direction = name.split()
-                found.append(
-                    {
-                        "edge": int(edge),
-                        "direction": direction,
-                        "tensor": index,
-                        "role": link.role,
-                        "precision": store.keeping.name,
-                        "samples": len(store),
-                        "bytes": store.nbytes,
-                        "ram_bytes": sum(in_ram),
-                        "disk_bytes": 0 if tier is None else tier.files.nbytes,
-                        "capacity": None if store.members is None else store.members.capacity,
-                        **dataclasses.asdict(traffic),
-                    }
-                )
+        for where, _, store in self.placed:
+            tier = store.tier
+            traffic = Traffic() if tier is None else tier.traffic
+            in_ram = [held.row.nbytes for held in store.everyone if held.row is not None]
+            found.append(
+                {
+                    **where,
+                    "precision": store.keeping.name,
+                    "samples": len(store),
+                    "bytes": store.nbytes,
+                    "ram_bytes": sum(in_ram),
+                    "disk_bytes": 0 if tier is None else tier.files.nbytes,
+                    "capacity": None if store.members is None else store.members.capacity,
+                    **dataclasses.asdict(traffic),
+                }
+            )
         return found
 
     def close(self) -> None:

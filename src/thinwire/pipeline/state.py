@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from thinwire.counters import LinkCounters, link_name
-from thinwire.edge import LinkReceiver, LinkSender
 from thinwire.pipeline.remembered import Remembered
-from thinwire.store import ReferenceStore, saved
-
-Link = LinkSender | LinkReceiver
-
-
-def _stores(remembered: Remembered) -> Iterator[tuple[dict[str, Any], Link, ReferenceStore]]:
-    """Every store of references: where it stands, as JSON values, its link, and it."""
-    for _, link in remembered.ends:
-        for index, store in link.stores.items():
-            where = {
-                "edge": link.place.edge,
-                "direction": link.place.direction.name.lower(),
-                "tensor": index,
-                "role": link.role,
-            }
-            yield where, link, store
+from thinwire.store import saved
 
 
 def save_references(remembered: Remembered, folder: Path) -> list[dict[str, Any]]:
@@ -38,11 +22,11 @@ def save_references(remembered: Remembered, folder: Path) -> list[dict[str, Any]
     counts samples, ``bytes`` those of their references, ``precision`` says how they are kept.
     """
     written = []
-    for where, link, store in _stores(remembered):
+    for where, link, store in remembered.placed:
         name = _file_of(where)
         tensors = saved.save(store)
         save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / name)
-        remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
+        remembered.pin(_token(folder), store, tensors)
         written.append(
             {
                 **where,
@@ -65,7 +49,7 @@ def load_references(
     """
     by_place = {_place_of(one): one for one in written}
     without = {}
-    for where, link, store in _stores(remembered):
+    for where, link, store in remembered.placed:
         one = by_place.get(_place_of(where))
         store.clear()
         if one is None:
@@ -78,7 +62,7 @@ def load_references(
             except (ValueError, OSError, SafetensorError) as error:
                 without[_name(where)] = str(error)
             else:
-                remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
+                remembered.pin(_token(folder), store, tensors)
                 if len(store) < one["keys"]:
                     lost = one["keys"] - len(store)
                     without[_name(where)] = f"{lost:,} of {one['keys']:,} are not on the disk"
@@ -90,12 +74,12 @@ def hold_references(
 ) -> None:
     """Leave rows untouched that another checkpoint, in ``folder``, names."""
     by_place = {_place_of(one): one for one in written}
-    for where, _, store in _stores(remembered):
+    for where, _, store in remembered.placed:
         one = by_place.get(_place_of(where))
         if one is not None:
             with contextlib.suppress(ValueError, OSError, SafetensorError):  # nothing can be read
                 tensors = saved.hold(store, load_file(folder / _file_of(where)))
-                remembered.pinned.setdefault(_token(folder), []).append((store, tensors))
+                remembered.pin(_token(folder), store, tensors)
 
 
 def release_references(remembered: Remembered, folder: Path) -> None:

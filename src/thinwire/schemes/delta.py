@@ -209,6 +209,20 @@ class _DeltaEnd:
             if len(spare) < len(rows):  # more is never asked for at once
                 spare.append(old)
 
+    def settle(
+        self,
+        kind: Kind,
+        keys: Sequence[int],
+        references: list[Tensor] | None,
+        rows: Sequence[int],
+        visit: Visit,
+    ) -> None:
+        """A section is through: its ``rows`` of the visit leave ``references``, if any."""
+        if kind == Kind.SAME:
+            self.store.touch(keys)
+        elif references is not None:
+            self.put(keys, references, [visit.lengths[r] for r in rows])
+
     def kept(
         self, coder: Codec, payload: Tensor, y: Tensor, lengths: list[int] | None
     ) -> list[Tensor]:
@@ -255,10 +269,7 @@ class _DeltaSender(_DeltaEnd, Sender):
             coder = self.scheme.codec_of(kind)
             raise unfit_value(x, coder, visit.valid, len(keys)) from None
         for coded, there in moves:
-            if coded.kind == Kind.SAME:
-                self.store.touch(there)
-            elif coded.references is not None:
-                self.put(there, coded.references, [visit.lengths[r] for r in coded.rows])
+            self.settle(coded.kind, there, coded.references, coded.rows, visit)
         return sections
 
     def _section(self, coded: _Coded, keys: Sequence[int], x: Tensor, visit: Visit) -> Section:
@@ -373,10 +384,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             if section.rows is not None:
                 result[rows] = y
         for kind, there, rows, references in moves:
-            if kind == Kind.SAME:
-                self.store.touch(there)
-            elif references is not None:
-                self.put(there, references, [visit.lengths[r] for r in rows])
+            self.settle(kind, there, references, rows, visit)
         return result.view(shape)
 
     def _decode(

@@ -83,7 +83,7 @@ class ReferenceStore:
         of the step before; ``following`` are those of the next step. Drops what is lost."""
         if self.tier is None:
             return
-        wanted = [self._held[key] for key in keys if key in self._held]
+        wanted = self._known(keys)
         needed = {held.key for held in wanted}.union(following)
         self.tier.rest(self._used, needed)
         self.drop([held.key for held in self.tier.load(wanted)])
@@ -91,7 +91,11 @@ class ReferenceStore:
     def fetch(self, keys: Iterable[int]) -> None:
         """Begin to read the references of ``keys``, which the next step will need."""
         if self.tier is not None:
-            self.tier.fetch([self._held[key] for key in keys if key in self._held])
+            self.tier.fetch(self._known(keys))
+
+    def _known(self, keys: Iterable[int]) -> list[Held]:
+        """What is held of those of ``keys`` of which anything is."""
+        return [self._held[key] for key in keys if key in self._held]
 
     def settle(self) -> None:
         """Wait for what is being read, and drop what is lost."""
@@ -114,9 +118,7 @@ class ReferenceStore:
         if self.members is not None:
             self.members.advance(microbatches, plan)
         if self.tier is not None:
-            self._used = []
-            keys = {key for keys, _ in microbatches for key in keys}
-            self._used = [self._held[key] for key in keys if key in self._held]
+            self._used = self._known({key for keys, _ in microbatches for key in keys})
 
     def put(
         self, keys: Sequence[int], rows: Sequence[Tensor], values: Sequence[int]
@@ -232,7 +234,7 @@ class ReferenceStore:
 
     def fill(self, state: Mapping[str, Any], rows: Sequence[Tensor | None]) -> list[Held]:
         """Replace the contents by what ``table`` says, with these rows; returns what is held."""
-        self.drop(list(self._held))
+        self.clear()
         names = ("keys", "versions", "values", "last")
         columns = [state[name].tolist() for name in names]
         everyone = []
