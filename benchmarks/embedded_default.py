@@ -9,15 +9,11 @@ file holds already are skipped, so an interrupted series goes on where it stoppe
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from runs import train, where_and_when
 
 PLANS = {
     "fp32": ("raw", "raw"),
@@ -63,39 +59,15 @@ def main() -> None:
 def one_run(plan: str, rate: str, seed: int, extra: str) -> dict[str, Any]:
     """One `thinwire train`; what its summary says, and where and how it ran."""
     forward, backward = PLANS[plan]
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = [
-            "--forward",
-            forward,
-            "--backward",
-            backward,
-            "--link.rate",
-            rate,
-            "--train.seed",
-            str(seed),
-            *extra.split(),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "thinwire",
-            "train",
-            "--json",
-            *arguments,
-            "--out",
-            str(Path(scratch) / "run"),
-        ]
-        found = subprocess.run(command, check=True, capture_output=True, text=True)
-    summary = json.loads(found.stdout)
+    words = ["--forward", forward, "--backward", backward, "--link.rate", rate]
+    words += ["--train.seed", str(seed), *extra.split()]
+    summary, _ = train(words)
     return {
         "plan": plan,
         "rate": rate,
         "seed": seed,
         "args": extra,
-        "command": "thinwire train " + " ".join(arguments),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": summary["versions"],
+        **where_and_when(words, summary),
         "data_sha256": summary["data"]["sha256"],
         **{key: summary[key] for key in KEPT},
         "links": [

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LR = 5e-4  # the default of thinwire train
-TELLING_LR = 1e-3  # where a first look found effects large, and activations settled
+LR = 1e-3  # the default of thinwire train
+OTHER_LRS = (5e-4, 3e-3)
 SEEDS = (0, 1, 2)
 TEXTS = ("reference", "persuasion")  # the Python language reference, which is the default
 
@@ -81,54 +81,44 @@ def grid() -> Iterator[Case]:
 
 
 def _blocks() -> Iterator[Case]:
-    """Where the effects lie, then the claim, ablations, and whether the claim holds elsewhere."""
-    default = Case()
-    telling = dataclasses.replace(default, lr=TELLING_LR)
-    yield from _first_look(default)
+    """The claim, all widths at one seed, elsewhere, ablations; then more seeds of all that."""
+    claim = Case()
     for seed in SEEDS:
-        yield from _plans(telling, MAIN[:2], seed)
+        yield from _plans(claim, MAIN[:2], seed)
+    yield from _plans(claim, ALL, seed=0)
+    for seed in SEEDS:  # what decides the width of gradients
+        yield from _with(dataclasses.replace(claim, seed=seed), delta(DIRECT["4/4"]))
+    yield dataclasses.replace(claim, stages=4)  # fp32 there gives the same bits: once
+    for elsewhere in _elsewhere(claim):
+        yield from (case for case in _plans(elsewhere, MAIN[:2], seed=0) if not case.ulp)
+    yield from _ablations(claim)
     for seed in SEEDS:
-        yield from _plans(default, MAIN, seed)
-    yield from _causes(default)
-    for case in (telling, default):
+        yield from _plans(claim, ALL, seed)
+    yield from _learning_rates(claim)
+    for widths in (MAIN[:2], MAIN, ALL):
         for seed in SEEDS:
-            yield from _plans(case, ALL, seed)
-    yield dataclasses.replace(default, stages=4)  # fp32 there gives the same bits: once
-    for seed in SEEDS:
-        for elsewhere in _elsewhere(telling):
-            yield from _plans(elsewhere, MAIN[:2], seed)
-        if seed == 0:
-            yield from _ablations(telling)
-    for case in (telling, default):
-        for widths in (MAIN, ALL):
-            for seed in SEEDS:
-                for elsewhere in _elsewhere(case):
-                    yield from _plans(elsewhere, widths, seed)
+            for elsewhere in _elsewhere(claim):
+                yield from _plans(elsewhere, widths, seed)
     for text in TEXTS:
         for stages, epochs in ((4, 6), (4, 3), (2, 6)):
             for seed in SEEDS:
-                combined = dataclasses.replace(default, text=text, stages=stages, epochs=epochs)
+                combined = dataclasses.replace(claim, text=text, stages=stages, epochs=epochs)
                 yield from _plans(combined, ALL, seed)
 
 
-def _causes(default: Case) -> Iterator[Case]:
-    """Why direct coding costs little at the default, and delta much at a high learning rate."""
+def _learning_rates(claim: Case) -> Iterator[Case]:
+    """How the effects grow with the learning rate, and where from: one seed."""
     wide, narrow, tile = DIRECT["4/8"], DIRECT["2/4"], DIRECT["tile/6"]
-    loud = dataclasses.replace(default, embedding_std=1.0)
-    yield from _with(loud, FP32, wide, delta(wide), narrow, delta(narrow))
-    fast = dataclasses.replace(default, lr=3e-3)
-    yield from _with(fast, ("int4", "raw"), ("raw", "int4"), ("int8", "int8"), ("raw", "int8"))
-    yield from _with(fast, tile, delta(tile))
-
-
-def _first_look(default: Case) -> Iterator[Case]:
-    """One seed at three learning rates, the widest and the narrowest widths."""
-    wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
-    for lr in (LR, 3e-3, TELLING_LR):
-        case = dataclasses.replace(default, lr=lr)
+    for lr in OTHER_LRS:
+        case = dataclasses.replace(claim, lr=lr)
         yield from _with(case, FP32)
         yield dataclasses.replace(case, ulp=True)
         yield from _with(case, delta(wide), wide, delta(narrow), narrow)
+    slow, fast = (dataclasses.replace(claim, lr=lr) for lr in OTHER_LRS)
+    loud = dataclasses.replace(slow, embedding_std=1.0)
+    yield from _with(loud, FP32, wide, delta(wide), narrow, delta(narrow))
+    yield from _with(fast, ("int4", "raw"), ("raw", "int4"), ("int8", "int8"), ("raw", "int8"))
+    yield from _with(fast, tile, delta(tile))
 
 
 def _elsewhere(claim: Case) -> Iterator[Case]:
@@ -151,23 +141,26 @@ def _plans(case: Case, widths: tuple[str, ...], seed: int) -> Iterator[Case]:
 
 
 def _ablations(claim: Case) -> Iterator[Case]:
-    """One seed each: first visits, references, one direction alone, widths at which direct coding
-    sends what delta sends in three epochs, groups, rounding, and up to eight stages."""
+    """One seed each: first visits, references, groups, rounding, up to eight stages, one direction
+    alone, and widths at which direct coding sends what delta sends in three epochs."""
     wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
     for first in ("raw", "bf16", "int4"):
-        yield from _with(claim, *(delta(widths, f",first={first}") for widths in (narrow, wide)))
+        yield from _with(claim, delta(narrow, f",first={first}"))
     for ref in ("fp32", "int4", "bf16"):
-        yield from _with(claim, *(delta(widths, f",ref={ref}") for widths in (narrow, wide)))
+        yield from _with(claim, delta(narrow, f",ref={ref}"))
+    for option in ("group=row", "group=32", "round=stochastic"):
+        optioned = (f"{narrow[0]}:{option}", f"{narrow[1]}:{option}")
+        yield from _with(claim, delta(optioned), optioned)
+    deep = dataclasses.replace(claim, layers=8)
+    yield from _with(deep, FP32)
+    for stages in (2, 4, 8):
+        yield from _with(dataclasses.replace(deep, stages=stages), delta(narrow), delta(wide))
     yield from _with(claim, ("raw", "int4"), ("raw", "int8"), ("int2", "raw"), ("int4", "raw"))
     yield from _with(claim, ("int5", "int8"), ("int6", "int8"), ("int3", "int4"))
-    for option in ("group=row", "group=32", "round=stochastic"):
-        for widths in (wide, narrow):
-            optioned = (f"{widths[0]}:{option}", f"{widths[1]}:{option}")
-            yield from _with(claim, optioned, delta(optioned))
-    for stages in (2, 4, 8):
-        deep = dataclasses.replace(claim, layers=8, stages=stages)
-        yield from _with(dataclasses.replace(deep, stages=2), FP32)
-        yield from _with(deep, wide, delta(wide), narrow, delta(narrow))
+    for first in ("raw", "int4"):
+        yield from _with(claim, delta(wide, f",first={first}"))
+    for ref in ("fp32", "int4"):
+        yield from _with(claim, delta(wide, f",ref={ref}"))
 
 
 def _with(case: Case, *plans: tuple[str, str]) -> Iterator[Case]:

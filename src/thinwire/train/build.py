@@ -66,7 +66,7 @@ class Run:
         if self.config.plan.forward != "off":
             return batch
         parts = self.config.pipeline.microbatches
-        return samples.filled(batch, rows_of_microbatch(self.config) * parts)
+        return samples.filled(batch, self.config.microbatch_rows * parts)
 
     @property
     def steps(self) -> int:
@@ -164,7 +164,7 @@ def build_pipeline(
     references: tw.Storage,
 ) -> tw.Pipeline:
     """torch's schedule over our stages, with the plan of the configuration on every link."""
-    rows = rows_of_microbatch(config)
+    rows = config.microbatch_rows
     wrapped = []
     for stage in stages:
         args, outputs = model.boundary_args(
@@ -197,11 +197,6 @@ def build_pipeline(
         references=references,
         skip_frozen=config.pipeline.skip_frozen,
     )
-
-
-def rows_of_microbatch(config: Config) -> int:
-    """The samples of the largest micro-batch."""
-    return math.ceil(config.train.batch / config.pipeline.microbatches)
 
 
 def build_optimizer(config: TrainConfig, stages: list[model.Stage]) -> torch.optim.Optimizer:

@@ -88,8 +88,7 @@ _FRACTIONS = ("data.validation", "train.warmup", "model.dropout")
 
 def _check_numbers(config: Config) -> None:
     for entry in settings():
-        section, _, field = entry.name.rpartition(".")
-        value = getattr(getattr(config, section) if section else config, field)
+        value = entry.of(config)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if isinstance(value, float) and not math.isfinite(value):

@@ -156,6 +156,11 @@ class Config:
     json: bool = setting(False, "print the summary as one JSON document on stdout")
 
     @property
+    def microbatch_rows(self) -> int:
+        """The samples of the largest micro-batch."""
+        return -(-self.train.batch // self.pipeline.microbatches)
+
+    @property
     def num_stages(self) -> int:
         """The number of stages of a resolved configuration."""
         assert self.pipeline.stages is not None, "the configuration is not resolved"
@@ -190,6 +195,11 @@ class Setting:
     @property
     def optional(self) -> bool:
         return types.NoneType in typing.get_args(self.kind)
+
+    def of(self, config: Config) -> Any:
+        """Its value in ``config``."""
+        section, _, field = self.name.rpartition(".")
+        return getattr(getattr(config, section) if section else config, field)
 
 
 def settings() -> Iterator[Setting]:
@@ -312,7 +322,7 @@ def to_toml(config: Config) -> str:
         if entry.name == "out":
             continue
         prefix, _, field = entry.name.rpartition(".")
-        value = getattr(getattr(config, prefix) if prefix else config, field)
+        value = entry.of(config)
         if prefix != section:
             section = prefix
             lines.append(f"\n[{section}]")

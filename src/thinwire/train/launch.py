@@ -8,7 +8,6 @@ they usually learn of it; then they are stopped, and one line says what went wro
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -91,7 +90,7 @@ def _run_workers(
     config: Config, folder: Path, resumed: bool, scratch: Path, signals: _Signals
 ) -> int:
     job = {
-        "settings": _flat(config),
+        "settings": {entry.name: entry.of(config) for entry in configuration.settings()},
         "folder": str(folder),
         "resumed": resumed,
         "world_size": config.nproc,
@@ -113,17 +112,6 @@ def _run_workers(
     if signals.number is not None and as_asked:
         return 128 + signals.number
     return max(as_asked, default=0)
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    """All settings under their dotted names, as ``configuration.build`` takes them."""
-    values: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, dict):
-            values.update({f"{name}.{inner}": v for inner, v in value.items()})
-        else:
-            values[name] = value
-    return values
 
 
 def _start(rank: int, scratch: Path) -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.train import config as configuration
 from thinwire.train import metrics
-from thinwire.train.config import Config, ConfigError
+from thinwire.train.config import Config, ConfigError, Setting
 
 _SECTIONS = ("pipeline", "link", "plan", "checkpoint")
 # data.path: another machine has the text elsewhere; its digest is compared
@@ -31,9 +31,9 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
     if "out" in given:
         raise ConfigError(f"--out doesn't go with --resume: the run stays in {folder}")
     before = configuration.build(values)
-    for name in changed(before, configuration.build(values | given)):
+    for entry in changed(before, configuration.build(values | given)):
         raise ConfigError(
-            f"--{name} can't change in a resumed run, where it is {_value(before, name)}; "
+            f"--{entry.name} can't change in a resumed run, where it is {entry.of(before)}; "
             "begin a new run for that"
         )
     for name in _outdated(values, given, world_size):
@@ -41,16 +41,12 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
     return configuration.build(values | given)
 
 
-def changed(before: Config, now: Config) -> Iterator[str]:
+def changed(before: Config, now: Config) -> Iterator[Setting]:
     """The settings that differ though they say what is trained."""
     for entry in configuration.settings():
         free = entry.name in _SINGLE or entry.name.partition(".")[0] in _SECTIONS
-        if (
-            not free
-            and entry.name != "out"
-            and _value(before, entry.name) != _value(now, entry.name)
-        ):
-            yield entry.name
+        if not free and entry.name != "out" and entry.of(before) != entry.of(now):
+            yield entry
 
 
 def _outdated(
@@ -68,8 +64,3 @@ def _outdated(
     if per_rank in given or "pipeline.schedule" in given:
         outdated |= {stages, per_rank}
     return sorted(outdated - set(given))
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)

@@ -96,8 +96,8 @@ def _check(run: Run, home: Home, facts: Mapping[str, Any], step: int) -> None:
     if facts["text"] != run.text_sha256:
         raise ConfigError(f"{where}: the text is not the one that it was trained on")
     saved = configuration.build(configuration.from_toml(facts["config"], home.folder))
-    for name in override.changed(saved, run.config):
-        raise ConfigError(f"{where}: {name} is not what the run was trained with")
+    for entry in override.changed(saved, run.config):
+        raise ConfigError(f"{where}: {entry.name} is not what the run was trained with")
     if facts["steps_per_epoch"] != run.steps_per_epoch:
         raise ConfigError(
             f"{where}: with {run.config.pipeline.microbatches} micro-batches an epoch has "

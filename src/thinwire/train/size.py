@@ -82,7 +82,7 @@ def _frozen_parameters(config: Config) -> int:
 def _activation_bytes(config: Config) -> int:
     model, batch = config.model, config.train.batch
     tokens = batch * model.context
-    of_a_microbatch = -(-batch // config.pipeline.microbatches) * model.context
+    of_a_microbatch = config.microbatch_rows * model.context
     kept = model.layers * _KEPT_A_BLOCK * model.dim + _VOCABULARY
     return 16 * tokens + 4 * of_a_microbatch * kept  # int64 tokens and targets
 

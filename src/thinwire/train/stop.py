@@ -92,15 +92,19 @@ class Stop:
 
 def stopped_line(number: int, stopped: Stopped, command: str) -> str:
     """What is shown when a run has stopped as it was asked to."""
-    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-    return f"thinwire: stopped{by} at step {stopped.step} of {stopped.steps}; go on with: {command}"
+    where = f"at step {stopped.step} of {stopped.steps}"
+    return f"thinwire: stopped{_by(number)} {where}; go on with: {command}"
 
 
 def at_once_line(number: int, command: str | None) -> str:
     """What is shown when a run is ended where it stands; ``command`` goes on, if it can."""
-    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     saved = "" if command is None else f"; the last step is saved, go on with: {command}"
-    return f"thinwire: stopped{by}{saved}"
+    return f"thinwire: stopped{_by(number)}{saved}"
+
+
+def _by(number: int) -> str:
+    """What stopped it, unless it was an interrupt."""
+    return "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
 
 
 def phase_writer(scratch: Path) -> Callable[[str, Path], None]:

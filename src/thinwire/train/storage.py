@@ -167,7 +167,7 @@ def estimated_step_s(config: Config, stages: Sequence[nn.Module], device: torch.
     """Seconds that a step is likely to take: compute of this rank's stages, timed on zeros without
     gradients, or the link's time for what the plan sends, whichever is more.
     """
-    rows, model = -(-config.train.batch // config.pipeline.microbatches), config.model
+    rows, model = config.microbatch_rows, config.model
     was_training = [stage.training for stage in stages]
     seconds = 0.0
     with torch.no_grad():
