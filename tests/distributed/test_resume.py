@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import thinwire as tw
 from tests.distributed.pool import Pool
@@ -26,7 +25,6 @@ from tests.distributed.runs import (
     saved,
     text_in,
 )
-from tests.distributed.setup import Case, barrier, batch, build
 from thinwire.train import disk
 
 NOISY = "int3:round=stochastic"
@@ -47,6 +45,14 @@ CASES = {
         1,
         "--link.transport=memory --pipeline.stages=2 --forward=delta(int4) --backward=delta(int4)",
     ),
+    "frozen": (2, "--train.frozen=2"),
+    "frozen, on disk": (2, "--train.frozen=2 --ref.budget=7kb"),
+    "frozen, bounded": (2, "--train.frozen=2 --ref.budget=7kb --ref.disk=12kb"),
+    "frozen, in memory": (
+        1,
+        "--link.transport=memory --pipeline.stages=4 --train.frozen=2 --forward=delta(int4)",
+    ),
+    "frozen, four ranks": (4, "--train.frozen=3 --forward=delta(int3)"),
     "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }
 
@@ -71,6 +77,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert "goes on after step 6" in found[0].shown
     assert "dropped" not in found[0].shown
     assert_equal_runs(Path(whole), Path(cut))
+    if "frozen" in case:
+        summary = json.loads((Path(cut) / "summary.json").read_text())
+        assert sum(link["rested"] for link in summary["links"]) > 0
 
 
 def test_each_rank_with_a_disk_of_its_own_resumes_from_it(pool: Pool, tmp_path: Path) -> None:
@@ -189,103 +198,6 @@ def test_another_forward_scheme_drops_the_references_and_says_so(
         "resume: references of forward 0→1 are dropped (they were of delta(int4), not of "
         "delta(int2)): samples are sent as first visits"
     )
-
-
-def change_a_reference(file: Path) -> None:
-    tensors = load_file(file)
-    tensors["rows"][0] ^= 1
-    save_file(tensors, file)
-
-
-def forget_a_sample(file: Path) -> None:
-    tensors = load_file(file)
-    row = len(tensors["rows"]) // len(tensors["keys"])
-    columns = {n: t[1:].clone() for n, t in tensors.items() if n not in ("rows", "clock")}
-    save_file({**tensors, **columns, "rows": tensors["rows"][row:].clone()}, file)
-
-
-HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "changed": (change_a_reference, ""),
-    "one forgotten": (forget_a_sample, "references of forward 0→1 are dropped (1 of "),
-    "gone": (Path.unlink, "references of forward 0→1 are dropped ("),
-    "no tensors": (lambda file: file.write_bytes(b"7" * 99), "references of forward 0→1 are "),
-    "nothing of ours": (lambda file: save_file({}, file), "references of forward 0→1 are dropped"),
-}
-
-
-def differing(rank: int, world_size: int, folder: str, harm: str, room: int | None) -> list[str]:
-    """The lines of a pipeline of which one end's references were harmed."""
-    case = Case(forward="delta(int4)")
-    stages, schedule, _ = build(rank, world_size, case)
-    plan = tw.Plan("delta(int4)", "int8")
-    pipeline = tw.Pipeline(schedule, stages, plan, deadline=20, references=tw.Storage(room))
-    ids, x, y = batch(0)
-    for _ in range(2):
-        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
-    own = Path(folder, str(rank))
-    own.mkdir()
-    saved = pipeline.checkpoint(own)
-    if rank == 1:
-        (file,) = own.iterdir()
-        HARMS[harm][0](file)
-    lines = pipeline.restore(own, saved)
-    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids)
-    digests = pipeline.state_digests()
-    barrier()  # a rank that is done first would close the other's connection
-    pipeline.close()
-    return [*lines, str(digests[f"edge 0 forward 0 {'receiver' if rank else 'sender'}"])]
-
-
-@pytest.mark.parametrize("room", [None, 10_000])
-@pytest.mark.parametrize("harm", HARMS)
-def test_ends_whose_references_differ_both_drop_them(
-    harm: str, room: int | None, pool: Pool, tmp_path: Path
-) -> None:
-    reason = HARMS[harm][1]
-    first, second = pool.run(differing, str(tmp_path), harm, room, world_size=2)
-    assert first == second
-    *reasons, line, _ = first
-    assert line == "references that differ at the two ends of a link are dropped"
-    assert [found.startswith(reason) for found in reasons] == ([True] if reason else [])
-
-
-def two_of_a_name(rank: int, world_size: int, folder: str) -> list[Any]:
-    """How many samples had to be repaired after going on from the later of two checkpoints."""
-    storage = tw.Storage(folder=Path(folder, "rows"))
-    case = Case(forward="delta(int4)", num_stages=2, transport="memory")
-
-    def make() -> tw.Pipeline:
-        stages, schedule, _ = build(rank, world_size, case)
-        plan = tw.Plan("delta(int4)", "int8")
-        return tw.Pipeline(
-            schedule, stages, plan, transport=tw.MemoryTransport(), references=storage
-        )
-
-    ids, x, y = batch(0)
-    pipeline = make()
-    for step in ("first", "second", "third"):
-        pipeline.step(x, target=y, sample_ids=ids)
-        own = Path(folder, step, "references")
-        own.mkdir(parents=True)
-        if step != "third":
-            saved, where = pipeline.checkpoint(own), own
-    pipeline.release(Path(folder, "first", "references"))
-    for _ in range(3):
-        pipeline.step(x, target=y, sample_ids=ids)
-        pipeline.checkpoint(own)
-    pipeline.close()
-    pipeline = make()
-    lines = pipeline.restore(where, saved)
-    pipeline.step(x, target=y, sample_ids=ids)
-    lost = sum(one["lost"] for one in pipeline.reference_reports())
-    pipeline.close()
-    return [*lines, lost]
-
-
-def test_checkpoints_in_folders_of_the_same_name_are_released_apart(
-    pool: Pool, tmp_path: Path
-) -> None:
-    assert pool.run(two_of_a_name, str(tmp_path), world_size=1) == [[0]]
 
 
 def test_checkpoints_are_kept_and_found_where_they_should_be(pool: Pool, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ micro-batch rests: their forward does not run for it, and nothing is sent. That 
 3. checked before each step: what somebody has changed since the last one is an error, for the other
    ends remember what was.
 
-A sample rests only where its input is that of its last visit, in this very pipeline: each has gone
-through the stages as they are now at least once, also after a checkpoint was loaded.
+A sample rests only where its input is that of its last visit, in this pipeline or in the one whose
+checkpoint was loaded into it; then the stages must have the same weights as there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire.boundary import Boundary
+from thinwire.pipeline.inputs import Inputs
 
 _LOG = logging.getLogger(__name__)
 _MAKE_NEW = "make a new pipeline, or pass skip_frozen=False"
@@ -113,15 +114,24 @@ class Watch:
         self.stage = stage
         #: Why the stage is not constant; None as long as nothing speaks for it.
         self.found = doubt(stage)
+        #: The digest of the stage's tensors where a checkpoint was written, if one was loaded.
+        self.expected: str | None = None
+        self._digest: str | None = None
         self._tensors: dict[str, tuple[Tensor, int, int]] | None = None  # with version, address
 
     def changed(self) -> str | None:
         """What has been changed since the last step, in one line; None if nothing has.
 
-        What was changed before the first step is no error: nothing is remembered yet.
+        What was changed before the first step is no error, unless a checkpoint was loaded: nothing
+        is remembered yet.
         """
         now, index = self._look(), self.stage.stage_index
         if self._tensors is None:
+            if self.expected not in (None, self.digest()):
+                return (
+                    f"stage {index} is frozen, and its weights are not those of the checkpoint, "
+                    f"which remembers what they computed: load them, {_MAKE_NEW}"
+                )
             if is_trainable(self.stage.submod):
                 return (
                     f"stage {index} was frozen when this pipeline was made, and its output_args "
@@ -154,6 +164,17 @@ class Watch:
         self._tensors = now
         return self.found
 
+    def digest(self) -> str:
+        """A hash of all parameters and buffers: names, types, shapes and values."""
+        if self._tensors is None or self._digest is None:
+            hasher = xxhash.xxh3_64()
+            for name, tensor in _tensors(self.stage.submod):
+                hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+                values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                hasher.update(values.numpy().data)
+            self._digest = hasher.hexdigest()
+        return self._digest
+
     def _look(self) -> dict[str, tuple[Tensor, int, int]]:
         return {
             name: (t, t._version, t.data_ptr()) if _counts_changes(t) else (t, -1, -1)
@@ -184,55 +205,6 @@ def _random_state(device: torch.device) -> tuple[Any, ...]:
     return (*found, random.getstate(), numpy[1].tobytes(), *numpy[2:])
 
 
-class Inputs:
-    """What the input of each sample was at its last visit, as a hash; on the first stage's rank."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        self._coming: dict[int, int] = {}
-
-    def known(
-        self,
-        boundaries: Sequence[Boundary],
-        inputs: Sequence[Tensor],
-        keys: Sequence[int],
-        lengths: Sequence[int] | None,
-    ) -> str:
-        """A digit for each row: 1 where its input is that of its sample's last visit."""
-        hashes = _hashes(boundaries, inputs, len(keys), lengths)
-        digits = [str(int(self._seen.get(k) == h)) for k, h in zip(keys, hashes, strict=True)]
-        self._coming = {}
-        for key, found in zip(keys, hashes, strict=True):
-            # a second visit in a step is sent as a value, and leaves what is remembered alone
-            self._coming.setdefault(key, found)
-        return "".join(digits)
-
-    def accept(self) -> None:
-        """The step that was asked about takes place."""
-        self._seen.update(self._coming)
-        self._coming = {}
-
-
-def _hashes(
-    boundaries: Sequence[Boundary],
-    inputs: Sequence[Tensor],
-    rows: int,
-    lengths: Sequence[int] | None,
-) -> list[int]:
-    """A 64-bit hash of each row of all inputs, padding left out."""
-    hashers = [xxhash.xxh3_64() for _ in range(rows)]
-    for boundary, x in zip(boundaries, inputs, strict=True):
-        part = rows if boundary.batched else 1
-        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).view(part, -1).numpy()
-        for row, hasher in enumerate(hashers):
-            values = data[row if boundary.batched else 0]
-            if lengths is not None and boundary.sequence:
-                values = values[: len(values) // x.shape[1] * lengths[row]]
-            hasher.update(len(values).to_bytes(8, "little"))
-            hasher.update(values.data)
-    return [hasher.intdigest() for hasher in hashers]
-
-
 class Frozen:
     """The stages, from the first on, that are constant as far as all ranks know.
 
@@ -244,6 +216,8 @@ class Frozen:
         self, stages: Sequence[Stage], doubts: Sequence[str | None], edges: Iterable[int]
     ) -> None:
         self._stages, self._edges, self._inputs = list(stages), list(edges), Inputs()
+        #: The first stage that turned out not to be constant while it ran, if one has.
+        self._broken: int | None = None
         constant = next((s for s, why in enumerate(doubts) if why), len(doubts))
         for stage in self._stages:
             stage.watch = Watch(stage) if stage.stage_index < constant else None
@@ -301,7 +275,33 @@ class Frozen:
         """All ranks' reports are there."""
         broken = [index for index in reports if index >= 0]
         if broken:
-            self._retreat(min(broken))
+            self._broken = min(broken)
+            self._retreat(self._broken)
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """What this rank has found out, as JSON values; ``inputs`` are apart."""
+        return {
+            "broken": self._broken,
+            "weights": {str(watch.stage.stage_index): watch.digest() for watch in self._watches},
+        }
+
+    @property
+    def inputs(self) -> dict[str, Tensor] | None:
+        """The samples that have been seen, as ``Inputs.save`` has them; None where none has."""
+        found = self._inputs.save() if self.count else {}
+        return found if found and found["keys"].numel() else None
+
+    def expect(self, weights: Mapping[str, str]) -> None:
+        """At the first step the stages must have the weights of ``state``."""
+        for watch in self._watches:
+            watch.expected = weights.get(str(watch.stage.stage_index))
+
+    def load_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Go on from ``inputs``; raises ValueError where they are nothing of that kind."""
+        if self.count:
+            self._inputs.load(inputs)
 
 
 def _explain(stage: Stage, why: str | None) -> None:

@@ -498,44 +498,59 @@ class Pipeline:
         """Have all ranks see ``StepResult.stop`` after the same step; fit for a signal handler."""
         self._asked_to_stop = True
 
-    def checkpoint(self, folder: Path, references: bool = True) -> dict[str, Any]:
-        """Write this rank's part of the links' references into ``folder``, between two steps.
+    def checkpoint(self, folder: str | Path, references: bool = True) -> dict[str, Any]:
+        """Write this rank's part of what the links remember into ``folder``, between two steps.
 
         Returns the rest of the state as JSON values, for ``restore``. Without ``references`` the
-        links begin with first visits after it.
+        links begin with first visits after it. Raises OSError where it cannot write.
         """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         return {
             "step": self._step,
             "counters": [counters.state() for counters in self.link_counters()],
             "references": (
                 link_state.save_references(self._remembered, folder) if references else []
             ),
+            "frozen": link_state.save_frozen(self._frozen, folder),
         }
 
-    def restore(self, folder: Path, saved: Mapping[str, Any]) -> list[str]:
+    def restore(self, folder: str | Path, saved: Mapping[str, Any]) -> list[str]:
         """Go on from what ``checkpoint`` wrote and returned on this rank (collective).
 
         The ends of each link compare their references; where they differ, both drop them. Returns
-        a line for each reason why links begin without references, the same on all ranks.
+        a line for each reason why links begin without references, the same on all ranks. Raises
+        ValueError, with nothing changed, where ``saved`` is nothing that ``checkpoint`` returns;
+        PeerAborted on the other ranks.
         """
-        self._step = saved["step"]
-        link_state.restore_counters(self.link_counters(), saved["counters"])
         with self._failing_together():
-            without = link_state.load_references(self._remembered, folder, saved["references"])
-            found = self._control.gather_setup(without)
-            lines = link_state.without_references({k: v for one in found for k, v in one.items()})
+            link_state.check(saved)
+            self._step = saved["step"]
+            link_state.restore_counters(self.link_counters(), saved["counters"])
+            without = link_state.load_references(
+                self._remembered, Path(folder), saved["references"]
+            )
+            anew = link_state.load_frozen(self._frozen, Path(folder), saved["frozen"])
+            found = self._control.gather_setup([without, anew, saved["frozen"]["broken"]])
+            self._frozen.conclude(-1 if broken is None else broken for *_, broken in found)
+            lines = link_state.without_references(
+                {k: v for one, *_ in found for k, v in one.items()}
+            )
+            lines += [
+                f"samples run through frozen stages once more ({w})" for _, w, _ in found if w
+            ]
             if not self._remembered.compare(self._control.gather_setup):
                 lines.append("references that differ at the two ends of a link are dropped")
             self.transport.flush(self.deadline)
         return lines
 
-    def hold(self, folder: Path, saved: Mapping[str, Any]) -> None:
+    def hold(self, folder: str | Path, saved: Mapping[str, Any]) -> None:
         """Leave what another checkpoint of this rank needs untouched, until it is released."""
-        link_state.hold_references(self._remembered, folder, saved["references"])
+        link_state.hold_references(self._remembered, Path(folder), saved["references"])
 
-    def release(self, folder: Path) -> None:
+    def release(self, folder: str | Path) -> None:
         """Say that the checkpoint in ``folder`` is about to be deleted."""
-        link_state.release_references(self._remembered, folder)
+        link_state.release_references(self._remembered, Path(folder))
 
     # What happened.
 

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of a pipeline's links: the references of each end, in files by end."""
+"""What a checkpoint holds of a pipeline: the references of each end of a link, in files by end, and
+what rests."""
 
 from __future__ import annotations
 
@@ -11,8 +12,65 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from thinwire.counters import LinkCounters, link_name
+from thinwire.form import fault, list_of, optional, record, text, values_of, whole
+from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.remembered import Remembered
 from thinwire.store import saved
+
+_FROZEN_FILE = "frozen.safetensors"
+
+
+def _counters(value: Any) -> bool:
+    """What ``LinkCounters.state`` gives."""
+    known = LinkCounters(0, "", "").state()
+    if not isinstance(value, dict) or not {"edge", "direction", "codec"} <= value.keys():
+        return False
+    sums = [value.get(name) for name in known if isinstance(known[name], dict) and name != "kinds"]
+    kinds = value.get("kinds")
+    if not isinstance(kinds, dict):
+        return False
+    fields = known["training"].keys()
+    tallies = [*sums, *kinds.values()]
+    return (
+        type(value["edge"]) is int
+        and text(value["direction"])
+        and text(value["codec"])
+        and whole(value.get("rested", 0))
+        and all(values_of(whole)(tally) and tally.keys() <= fields for tally in tallies)
+        and all(fields <= tally.keys() for tally in sums if tally is not None)
+    )
+
+
+_REFERENCES = {
+    "edge": whole,
+    "direction": text,
+    "tensor": whole,
+    "role": text,
+    "scheme": text,
+    "keys": whole,
+    "bytes": whole,
+    "precision": text,
+}
+#: Of what ``Pipeline.checkpoint`` returns.
+STATE_FORM: dict[str, Any] = {
+    "step": whole,
+    "counters": list_of(_counters),
+    "references": list_of(record(_REFERENCES)),
+    "frozen": {"broken": optional(whole), "weights": values_of(text), "inputs": whole},
+}
+
+
+def fresh(step: int) -> dict[str, Any]:
+    """The state of a pipeline that has done ``step`` steps and remembers nothing."""
+    frozen: dict[str, Any] = {"broken": None, "weights": {}, "inputs": 0}
+    return {"step": step, "counters": [], "references": [], "frozen": frozen}
+
+
+def check(saved: Any) -> None:
+    """Raise ValueError where ``saved`` is not what ``Pipeline.checkpoint`` returns."""
+    found = fault(saved, STATE_FORM) if isinstance(saved, Mapping) else "all of it"
+    if found is not None:
+        raise ValueError(f"this is no state of a pipeline: {found} is not what checkpoint returns")
 
 
 def save_references(remembered: Remembered, folder: Path) -> list[dict[str, Any]]:
@@ -23,15 +81,13 @@ def save_references(remembered: Remembered, folder: Path) -> list[dict[str, Any]
     """
     written = []
     for where, link, store in remembered.placed:
-        name = _file_of(where)
         tensors = saved.save(store)
-        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / name)
+        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / _file_of(where))
         remembered.pin(_token(folder), store, tensors)
         written.append(
             {
                 **where,
                 "scheme": str(link.scheme),
-                "file": name,
                 "keys": len(store),
                 "bytes": store.nbytes,
                 "precision": store.keeping.name,
@@ -86,6 +142,29 @@ def release_references(remembered: Remembered, folder: Path) -> None:
     """The checkpoint in ``folder`` is gone: rows that only it names may be written over."""
     for store, tensors in remembered.pinned.pop(_token(folder), []):
         saved.release(store, tensors)
+
+
+def save_frozen(frozen: Frozen, folder: Path) -> dict[str, Any]:
+    """Write which inputs have been seen into ``folder``; returns the rest, as JSON."""
+    inputs = frozen.inputs
+    if inputs is not None:
+        save_file(inputs, folder / _FROZEN_FILE)
+    return {**frozen.state(), "inputs": 0 if inputs is None else len(inputs["keys"])}
+
+
+def load_frozen(frozen: Frozen, folder: Path, written: Mapping[str, Any]) -> str | None:
+    """Let ``frozen`` go on from what ``save_frozen`` wrote.
+
+    Returns why samples that were seen run once more, if they do.
+    """
+    frozen.expect(written["weights"])
+    if not written["inputs"]:
+        return None
+    try:
+        frozen.load_inputs(load_file(folder / _FROZEN_FILE))
+    except (ValueError, OSError, SafetensorError) as error:
+        return f"{folder / _FROZEN_FILE}: {error}"
+    return None
 
 
 def without_references(reasons: Mapping[str, str]) -> list[str]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from thinwire.pipeline.state import fresh
 from thinwire.train import config as configuration
 from thinwire.train import disk, metrics, model, override, ranks, weights
 from thinwire.train.build import Run
@@ -172,10 +173,9 @@ def _move(run: Run, choice: Choice, facts: Mapping[str, Any]) -> tuple[Progress,
     # every rank's generator stood elsewhere: begin a stream that no start of a run has used
     digest = hashlib.sha256(f"resumed:{run.config.train.seed}:{step}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
-    empty = {"step": facts["pipeline_step"], "counters": [], "references": []}
     stages, processes = facts["were"]
     what = "the links' counters begin anew"
-    if run.pipeline.restore(Path(), empty):
+    if run.pipeline.restore(Path(), fresh(facts["pipeline_step"])):
         what += " and their references are dropped: samples are sent as first visits"
     line = (
         f"written by {stages} stages on {processes} processes, now {run.config.num_stages} on "
