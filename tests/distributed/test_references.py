@@ -23,8 +23,10 @@ from tests.distributed.setup import (
     parameter_hash,
 )
 from thinwire.codecs.keeping import KEEPINGS
+from thinwire.store.slots import slot_size
 
 ROW = KEEPINGS["int8"].nbytes(LENGTH * DIM)
+SLOT = slot_size(ROW)
 EPOCH = SAMPLES // BATCH
 
 
@@ -49,6 +51,7 @@ def run(
     disk: int | None = None,
     announce: bool = True,
     harm: Any = None,
+    ragged: bool = False,
 ) -> tuple[Outcome, dict[str, Any]]:
     """Train over epochs; ``harm(rank, step, pipeline)`` comes between steps."""
     stages, schedule, _ = build(rank, world_size, case)
@@ -70,7 +73,11 @@ def run(
         ids, x, y = epoch_batch(step)
         following = epoch_batch(step + 1)[0] if announce else None
         result = pipeline.step(
-            *((x,) if first else ()), target=y, sample_ids=ids, next_sample_ids=following
+            *((x,) if first else ()),
+            target=y,
+            sample_ids=ids,
+            lengths=1 + ids % LENGTH if ragged else None,
+            next_sample_ids=following,
         )
         losses.append(result.loss)
         optimizer.step()
@@ -82,7 +89,9 @@ def run(
         "repairs": pipeline._remembered.repairs,
         "held": {name: len(store) for name, store in pipeline._remembered.stores},
         "nbytes": {name: store.nbytes for name, store in pipeline._remembered.stores},
-        "disk": sum(f.stat().st_size for f in Path(folder or "/nowhere").rglob("*.rows")),
+        "disk": sum(f.stat().st_size for f in storage.folder.glob("*.rows"))
+        if storage.folder
+        else 0,
         "late": sum(s.tier.traffic.late for _, s in pipeline._remembered.stores if s.tier),
     }
     outcome = Outcome(
@@ -125,7 +134,7 @@ def test_four_ranks_with_different_rooms_hold_the_same_within_the_smallest(
     pool: Pool, tmp_path: Path
 ) -> None:
     case = Case(forward="delta(int4)", backward="int8", num_stages=4, steps=4 * EPOCH)
-    ram = [10 * ROW, 24 * ROW, 40 * ROW, None]
+    ram = [10 * SLOT, 24 * SLOT, 40 * SLOT, None]
     found = pool.run(run, case, None, ram, world_size=4)
     outcomes = [o for o, _ in found]
     assert digests_agree(outcomes)
@@ -146,9 +155,31 @@ def test_four_ranks_with_different_rooms_hold_the_same_within_the_smallest(
 
 def test_the_budgets_on_disk_is_kept(pool: Pool, tmp_path: Path) -> None:
     ram = 3 * BATCH * ROW
-    found = pool.run(run, CASE, str(tmp_path), [ram, ram], 16 * ROW, world_size=2)
+    found = pool.run(run, CASE, str(tmp_path), [ram, ram], 16 * SLOT, world_size=2)
     assert digests_agree([o for o, _ in found])
     assert all(held == 16 for _, f in found for held in f["held"].values())
+    assert all(f["disk"] <= 16 * SLOT for _, f in found)
+
+
+def save_often(rank: int, step: int, pipeline: tw.Pipeline) -> None:
+    """Pins more slots than the disk has room for, and sees that its files keep to that."""
+    folder = pipeline._remembered.storage.folder
+    assert folder is not None
+    pipeline.checkpoint(folder / f"step-{step}")
+    if step >= 2:
+        pipeline.release(folder / f"step-{step - 2}")
+    assert sum(file.stat().st_size for file in folder.glob("*.rows")) <= 16 * SLOT
+
+
+def test_checkpoints_and_rows_of_all_lengths_cost_first_visits_not_the_budget(
+    pool: Pool, tmp_path: Path
+) -> None:
+    ram = 3 * BATCH * ROW
+    case = Case(forward="delta(int4)", backward="int8", steps=6 * EPOCH)
+    arguments = (case, str(tmp_path), [ram, 2 * ram], 16 * SLOT, True, save_often, True)
+    found = pool.run(run, *arguments, world_size=2)
+    assert digests_agree([o for o, _ in found])
+    assert any(f["repairs"] > 0 for _, f in found)
 
 
 def test_too_little_ram_for_the_steps_under_way_is_the_same_error_everywhere(

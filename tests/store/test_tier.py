@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.schemes.links import WIDTH, Link, mixed_step, visits_of
-from thinwire.store import Background, SlotFiles, Tier
-from thinwire.store.slots import Slot
+from thinwire.store import Background, SlotFiles, Tier, saved
+from thinwire.store.slots import Slot, slot_size
 
 
 class SlowFiles(SlotFiles):
@@ -35,11 +35,11 @@ def on_disk(tmp_path: Path) -> Any:
     """Gives one end of a link a tier: (end, bytes of RAM, seconds an access takes)."""
     opened: list[Background] = []
 
-    def give(end: Any, ram: int | None, seconds: float = 0.0, name: str = "rows") -> Tier:
+    def give(end: Any, ram: int | None, seconds: float = 0.0, limit: int | None = None) -> Tier:
         opened.append(Background())
         folder = tmp_path / f"{len(opened)}"
         folder.mkdir()
-        files = SlowFiles(folder, name, seconds=seconds)
+        files = SlowFiles(folder, "rows", limit, seconds=seconds)
         tier = Tier(files, opened[-1], end.store.keeping, ram, torch.device("cpu"))
         end.store.tier = tier
         return tier
@@ -78,6 +78,7 @@ def run(link: Link, steps: int, announce: Callable[[int], bool] = lambda n: True
 
 SPEC = "delta(int4)"
 ROW = 102  # bytes of a full reference
+SLOT = slot_size(ROW)
 
 
 @pytest.mark.parametrize("ref", ["fp32", "bf16", "int8", "int4"])
@@ -97,16 +98,30 @@ def test_ends_with_different_tiers_and_speeds_agree_after_1000_steps_with_evicti
     on_disk: Any,
 ) -> None:
     link = Link(SPEC)
-    on_disk(link.sender, 8 * ROW, 0.0002)
-    on_disk(link.receiver, 0, 0.0005)
+    on_disk(link.sender, 8 * ROW, 0.0002, limit=36 * SLOT)  # there are three lengths
+    on_disk(link.receiver, 0, 0.0005, limit=36 * SLOT)
     for end in (link.sender, link.receiver):
-        end.store.bound(12 * ROW)
+        end.store.bound(12 * SLOT)
     run(link, 1000)
     assert link.sender.digest() == link.receiver.digest()
     for end in (link.sender, link.receiver):
-        assert end.store.nbytes <= 12 * ROW
-        assert end.store.tier.files.nbytes <= 4096 * 30
+        assert end.store.nbytes <= 12 * SLOT
+        assert end.store.tier.files.nbytes <= 36 * SLOT
+        assert end.store.tier.traffic.lost == 0
     assert WIDTH == 96
+
+
+def test_a_row_for_which_there_is_no_room_is_lost_by_its_next_visit(on_disk: Any) -> None:
+    link = Link(SPEC)
+    tier = on_disk(link.sender, 0, limit=2 * SLOT)
+    for keys in ([1, 2], [3], [4]):
+        link.sender.store.acquire(keys)
+        link.step(torch.randn(len(keys), WIDTH), keys)
+    link.sender.store.acquire([1, 2, 3])
+    assert sorted(link.sender.store.lengths) == [1, 2, 4]
+    assert tier.traffic.lost == 1
+    state = saved.save(link.sender.store)
+    assert sorted(state["keys"].tolist()) == [1, 2]
 
 
 def test_what_was_written_to_a_slow_disk_is_what_was_computed(on_disk: Any) -> None:

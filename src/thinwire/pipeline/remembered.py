@@ -157,10 +157,12 @@ class Remembered:
         total = sum(link.reference_bytes for _, link in self.ends)
         for name, link in self.ends:
             ram = _part(self.storage.ram, link.reference_bytes, total)
+            disk = _part(self.storage.disk, link.reference_bytes, total)
             for index, store in link.stores.items():
                 file = f"{name.replace(' ', '-')}-{index}-{link.role}"
                 share = None if ram is None else ram // len(link.stores)
-                files = SlotFiles(folder, file)
+                limit = None if disk is None else disk // len(link.stores)
+                files = SlotFiles(folder, file, limit)
                 store.tier = Tier(files, self.background, store.keeping, share, link.device)
 
     # A step.

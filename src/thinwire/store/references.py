@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.codecs.keeping import KEEPINGS, Keeping
 from thinwire.store.held import Held
 from thinwire.store.plan import Members, Microbatches, StepVisits, plan_step
+from thinwire.store.slots import slot_size
 from thinwire.store.tier import Tier
 
 #: Digests are compared in so many parts: where one differs, only its keys are sent anew.
@@ -37,8 +38,12 @@ class ReferenceStore:
         self._used: list[Held] = []  # by the step before
 
     def bound(self, capacity: int) -> None:
-        """Hold at most ``capacity`` bytes of references; before the first step."""
-        self.members = Members(capacity, self.keeping.nbytes)
+        """Hold at most ``capacity`` bytes of references, each as large as its slot on disk would
+        be, wherever it lies: both ends must count alike. Before the first step."""
+        self.members = Members(capacity, self._room_of)
+
+    def _room_of(self, values: int) -> int:
+        return slot_size(self.keeping.nbytes(values))
 
     # What is held.
 
@@ -153,7 +158,7 @@ class ReferenceStore:
             self._bytes -= self.keeping.nbytes(held.values)
             if self.members is not None:
                 self.members.forget(key)
-                self.members.used = self._bytes
+                self.members.used -= self._room_of(held.values)
             if self.tier is not None:
                 self.tier.forget(held)
 
@@ -161,13 +166,15 @@ class ReferenceStore:
         """Hold ``new``, instead of ``old`` of another length."""
         if old is not None:
             self._bytes -= self.keeping.nbytes(old.values)
+            if self.members is not None:
+                self.members.used -= self._room_of(old.values)
             if self.tier is not None:
                 self.tier.forget(old)
         self._held[new.key] = new
         self._lengths[new.key] = new.values
         self._bytes += self.keeping.nbytes(new.values)
         if self.members is not None:
-            self.members.used = self._bytes
+            self.members.used += self._room_of(new.values)
         if self.tier is not None:
             self._used.append(new)
 
@@ -200,9 +207,8 @@ class ReferenceStore:
         if self.members is not None:
             self.bound(self.members.capacity)
 
-    def table(self) -> dict[str, Tensor]:
-        """What is held but the rows, int64: a value a key in all but ``clock``, the members'."""
-        everyone = self.everyone
+    def table(self, everyone: Sequence[Held]) -> dict[str, Tensor]:
+        """``everyone`` but the rows, int64: a value a key in all but ``clock``, the members'."""
         last = {} if self.members is None else self.members.last
         columns = {
             "keys": [h.key for h in everyone],
@@ -214,7 +220,7 @@ class ReferenceStore:
         return {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors: ``table``, and all references end to end (uint8)."""
+        """Plain tensors: ``table`` of all, and their references end to end (uint8)."""
         everyone = self.everyone
         if self.tier is not None:
             self.tier.load(everyone)
@@ -222,7 +228,7 @@ class ReferenceStore:
         if len(rows) < len(everyone):
             raise ValueError(f"{len(everyone) - len(rows)} references cannot be read from the disk")
         together = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
-        return {**self.table(), "rows": together}
+        return {**self.table(everyone), "rows": together}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the contents by those of ``state_dict``."""

@@ -23,11 +23,12 @@ def save(store: ReferenceStore) -> dict[str, Tensor]:
     if tier is None:
         return store.state_dict()
     tier.write_all(store.everyone)
-    slots = [held.slot for held in store.everyone if held.slot is not None]
+    everyone = [held for held in store.everyone if held.slot is not None]
+    slots = [held.slot for held in everyone if held.slot is not None]
     tier.files.pin(slots)
-    hashes = [held.content_hash for held in store.everyone]
+    hashes = [held.content_hash for held in everyone]
     return {
-        **store.table(),
+        **store.table(everyone),
         "slots": torch.tensor(slots, dtype=torch.int64).reshape(-1, 2),
         "hashes": torch.tensor([h - _WRAP * (h >> 63) for h in hashes], dtype=torch.int64),
     }
@@ -108,10 +109,11 @@ def _check(saved: Mapping[str, Tensor]) -> None:
 
 def _check_slots(store: ReferenceStore, saved: Mapping[str, Tensor]) -> None:
     """Raise ValueError where the rows of ``saved`` cannot lie in its slots."""
-    sizes = {n: slot_size(store.keeping.nbytes(n)) for n in set(saved["values"].tolist())}
+    needed = {n: store.keeping.nbytes(n) for n in set(saved["values"].tolist())}
     slots, values = _slots(saved), saved["values"].tolist()
-    fitting = all(slot.size == sizes[n] for slot, n in zip(slots, values, strict=True))
-    if not fitting or len(set(slots)) < len(slots) or any(slot.number < 0 for slot in slots):
+    fitting = all(slot.size >= needed[n] for slot, n in zip(slots, values, strict=True))
+    known = all(slot.number >= 0 and slot_size(slot.size) == slot.size for slot in set(slots))
+    if not fitting or not known or len(set(slots)) < len(slots):
         raise ValueError("the slots on disk are not those of its rows")
 
 

@@ -3,6 +3,9 @@
 A file for each size of slot. A slot that a checkpoint still names is never written again: its row
 goes elsewhere, and the slot is free once the checkpoint is released. So a checkpoint is a list of
 slots, and costs what has changed since the last one.
+
+Rows of many lengths need slots of many sizes. Where the files may not grow any further, free slots
+at the end of another file are given up, then larger slots are taken.
 """
 
 from __future__ import annotations
@@ -50,11 +53,12 @@ class _File:
 class SlotFiles:
     """Slots in ``folder``; ``name`` begins the names of their files.
 
-    Only ``write`` and ``read`` touch the disk, and may be called by another thread.
+    ``limit``: bytes of all files, None without bound. Only ``write`` and ``read`` touch the content
+    of slots in use, and may be called by another thread.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: Path, name: str, limit: int | None = None) -> None:
+        self._folder, self._name, self._limit = folder, name, limit
         self._files: dict[int, _File] = {}
 
     def _path(self, size: int) -> Path:
@@ -78,20 +82,44 @@ class SlotFiles:
         """Bytes of all files, as long as they have grown."""
         return sum(size * len(file.live) for size, file in self._files.items())
 
-    def place(self, nbytes: int, before: Slot | None) -> Slot:
+    def place(self, nbytes: int, before: Slot | None) -> Slot | None:
         """Where a row of ``nbytes`` may be written that was in ``before``: there, if it fits and
-        no checkpoint needs it."""
+        no checkpoint needs it. None where there is no room."""
         size = slot_size(nbytes)
-        file = self._file(size)
         if before is not None:
-            if before.size == size and not file.pins[before.number]:
+            if before.size >= size and not self._files[before.size].pins[before.number]:
                 return before
             self.free(before)
-        if not file.free:
-            file.grow(max(64, len(file.live) + len(file.live) // 8))
+        if not self._file(size).free and not self._grow(size):
+            size = min((s for s, file in self._files.items() if s > size and file.free), default=0)
+            if not size:
+                return None
+        file = self._files[size]
         number = file.free.pop()
         file.live[number] = True
         return Slot(size, number)
+
+    def _grow(self, size: int) -> bool:
+        """Make free slots of ``size``, if the limit allows for one."""
+        count = len(self._files[size].live)
+        wanted = max(64, count // 8)
+        if self._limit is not None:
+            if self.nbytes + size > self._limit:
+                self._shrink(size)
+            wanted = min(wanted, (self._limit - self.nbytes) // size)
+        if wanted > 0:
+            self._files[size].grow(count + wanted)
+        return wanted > 0
+
+    def _shrink(self, but: int) -> None:
+        """Give up the free slots at the end of all files but that of the size ``but``."""
+        for size, file in self._files.items():
+            taken = np.flatnonzero(file.live | (file.pins > 0))
+            count = int(taken[-1]) + 1 if len(taken) else 0
+            if size != but and count < len(file.live):
+                file.live, file.pins = file.live[:count], file.pins[:count]
+                file.free = [number for number in file.free if number < count]
+                os.ftruncate(file.descriptor, count * size)
 
     def free(self, slot: Slot) -> None:
         """The row in ``slot`` is no longer needed, but by checkpoints."""

@@ -148,7 +148,14 @@ class Tier:
         self.written()
         if dirty:
             self._write(dirty)
+            self._give_up([held for held in dirty if held.slot is None])
             self._keep_up()
+
+    def _give_up(self, homeless: Iterable[Held]) -> None:
+        """Neither RAM nor disk has room for these: their next visit will find them lost."""
+        for held in homeless:
+            held.hash, held.row = held.content_hash, None
+            del self._passing[held.key]
 
     def _has_room(self, nbytes: int) -> bool:
         if self.ram is None:
@@ -156,13 +163,14 @@ class Tier:
         return self._resident_bytes + nbytes + STEPS_IN_RAM * self._step_bytes <= self.ram
 
     def _write(self, dirty: Sequence[Held]) -> None:
-        """Begin to write ``dirty`` rows to slots of their own."""
+        """Begin to write ``dirty`` rows to slots of their own, where there is room for them."""
         batch = []
         for held in dirty:
             assert held.row is not None
             held.slot = self.files.place(held.row.nbytes, held.slot)
-            held.writing = True
-            batch.append((held, held.row))
+            if held.slot is not None:
+                held.writing = True
+                batch.append((held, held.row))
         work = [(held.slot, row) for held, row in batch]
         self._writes.append((self._background.submit(lambda: self._put(work)), batch))
 
@@ -195,10 +203,11 @@ class Tier:
             self.traffic.stalled_s += time.perf_counter() - start
 
     def write_all(self, everyone: Iterable[Held]) -> None:
-        """Have all rows on disk, and the disk hold them."""
+        """Have all rows on disk, and the disk hold them; but for those without a slot, for which it
+        has no room."""
         self.arrive(wait=True)
         self.written(wait=True)
-        dirty = [held for held in everyone if not held.clean]
+        dirty = [held for held in everyone if not held.clean and held.row is not None]
         for start in range(0, len(dirty), _BATCH):
             self._write(dirty[start : start + _BATCH])
         self.written(wait=True)
