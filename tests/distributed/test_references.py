@@ -287,6 +287,20 @@ def test_a_storage_may_have_its_folder_as_text() -> None:
     assert tw.Storage(folder="rows").folder == Path("rows")  # type: ignore[arg-type]
 
 
+def in_one_folder(rank: int, world_size: int, folder: str) -> None:
+    stages, schedule, _ = build(rank, world_size, Case(forward="delta(int4)"))
+    tw.Pipeline(
+        schedule, stages, tw.Plan("delta(int4)"), references=tw.Storage(folder=Path(folder))
+    )
+
+
+def test_two_ranks_with_one_folder_are_refused(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(in_one_folder, str(tmp_path), world_size=2, raises=False)
+    for error in found:
+        assert error.type_name == "ValueError"
+        assert f"{tmp_path} is in use: each rank of each pipeline needs a folder" in error.message
+
+
 def test_both_ends_in_one_process_agree_too(pool: Pool, tmp_path: Path) -> None:
     case = Case(
         forward="delta(int4)", backward="int8", num_stages=2, transport="memory", steps=3 * EPOCH

@@ -18,6 +18,7 @@ from tests.distributed.runs import (
     TINY,
     Ending,
     assert_equal_runs,
+    digests,
     loaded,
     records,
     results,
@@ -205,7 +206,7 @@ def test_checkpoints_are_kept_and_found_where_they_should_be(pool: Pool, tmp_pat
     options = [*TINY, *memory, f"--checkpoint.dir={tmp_path / 'one'}"]
     first, second = tmp_path / "first", tmp_path / "second"
     pool.run(run, options, str(first), ending=Ending(stop_at=4), world_size=1)
-    assert [path.name for path in (tmp_path / "one" / "rank-0").iterdir()] == ["step-00000004"]
+    assert [path.name for path in (tmp_path / "one" / "rank-0").glob("s*")] == ["step-00000004"]
     assert not (first / "rank-0").exists()
     (found,) = pool.run(run, options, str(second), world_size=1)
     assert "holds checkpoints of another run in rank-0; name a new folder" in found.how
@@ -220,7 +221,50 @@ def test_checkpoints_are_kept_and_found_where_they_should_be(pool: Pool, tmp_pat
     assert "goes on after step 4" in found.shown
     (found,) = pool.run(run, [], str(first), resumed=True, world_size=1)
     assert "goes on after step 4" in found.shown  # though it is in neither folder of now
-    assert [path.name for path in (tmp_path / "two" / "rank-0").iterdir()] == ["step-00000009"]
+    assert [path.name for path in (tmp_path / "two" / "rank-0").glob("s*")] == ["step-00000009"]
+
+
+def steps_of(folder: Path) -> list[int]:
+    return list(disk.step_folders(folder))
+
+
+def test_a_run_whose_checkpoints_move_to_another_folder_takes_its_rows_along(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=2", "--ref.budget=7kb"]
+    whole, cut, other = tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
+    pool.run(run, options, str(whole), world_size=2)
+    pool.run(run, options, str(cut), ending=Ending(crash_after=5), world_size=2)
+    words = [f"--checkpoint.dir={other}"]
+    found = pool.run(run, words, str(cut), resumed=True, ending=Ending(crash_after=3), world_size=2)
+    assert "dropped" not in found[0].shown
+    assert steps_of(cut / "rank-0") == [4]  # after step 7, with step 6 in the other folder
+    found = pool.run(run, [], str(cut), resumed=True, world_size=2)
+    assert "dropped" not in found[0].shown
+    assert (records(whole), results(whole)) == (records(cut), results(cut))
+    assert digests(whole, ("model", "optimizer")) == digests(other, ("model", "optimizer"))
+    for rank in range(2):
+        assert steps_of(other / f"rank-{rank}") == [8, 9]
+        assert not (cut / f"rank-{rank}").exists()
+
+
+def test_on_fewer_ranks_the_checkpoint_before_stays_whole_as_long_as_it_may_be_needed(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=2"]
+    folder = tmp_path / "run"
+    pool.run(run, options, str(folder), ending=Ending(crash_after=5), world_size=4)
+    words = ["--nproc=2"]
+    pool.run(run, words, str(folder), resumed=True, ending=Ending(crash_after=3), world_size=2)
+    assert [steps_of(folder / f"rank-{rank}") for rank in range(4)] == [[4, 6], [4, 6], [4], [4]]
+    for file in (folder / "rank-0" / "step-00000006").iterdir():
+        file.write_bytes(b"")
+    found = pool.run(run, [], str(folder), resumed=True, world_size=2)
+    assert "goes on after step 4" in found[0].shown
+    assert found[0].how == "complete"
+    assert [steps_of(folder / f"rank-{rank}") for rank in range(2)] == [[8, 9], [8, 9]]
+    assert not (folder / "rank-2").exists()
+    assert not (folder / "rank-3").exists()
 
 
 def on_a_full_disk(rank: int, world_size: int, options: list[str], folder: str) -> str:

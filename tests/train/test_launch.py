@@ -218,8 +218,9 @@ LONG = ("--steps", "100000", "--model.dim", "32")
 
 def start_long_run(cwd: Path, *options: str) -> subprocess.Popen[str]:
     """A run that has done some steps and would go on for long."""
+    words = options if "--resume" in options else (*(options or LONG), "--out", "run")
     process = subprocess.Popen(
-        command(*(options or LONG), "--out", "run"),
+        command(*words),
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -278,6 +279,22 @@ def test_an_interrupt_stops_a_run_that_can_be_resumed_and_ends_all_workers(
     assert last.endswith(" of 100000; go on with: thinwire train --resume run")
     assert "Traceback" not in errors
     wait_until_gone(workers, 1)
+
+
+def test_a_run_that_goes_on_is_not_resumed_a_second_time(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    result = run("--resume", "run", cwd=tmp_path, code=2)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("thinwire: error: rank 0: ")
+    assert line.endswith(" is in use by a run that goes on; wait until it ends, or stop it")
+    assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=30)
+    time.sleep(1)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    again = start_long_run(tmp_path, "--resume", "run")
+    again.kill()
+    again.communicate(timeout=30)
 
 
 def test_workers_do_not_outlive_a_killed_starter(tmp_path: Path) -> None:

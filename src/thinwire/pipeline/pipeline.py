@@ -188,6 +188,7 @@ class Pipeline:
             found = self._control.gather_setup(self._remembered.shares())
         for rank, shares in enumerate(found):
             if isinstance(shares, str):
+                self._remembered.close()
                 raise ValueError(f"rank {rank}: {shares}")
         self._remembered.settle_capacity(found)
 

@@ -23,7 +23,14 @@ from torch import Tensor
 from thinwire.boundary import StepPlan
 from thinwire.counters import Timers
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
-from thinwire.store import Background, ReferenceStore, SlotFiles, Tier
+from thinwire.store import (
+    Background,
+    FolderInUseError,
+    FolderLock,
+    ReferenceStore,
+    SlotFiles,
+    Tier,
+)
 from thinwire.store.tier import STEPS_IN_RAM, Traffic
 
 _LOG = logging.getLogger(__name__)
@@ -37,9 +44,9 @@ Gather = Callable[[Any], list[Any]]
 class Storage:
     """Where a rank keeps the references of its links, and how many bytes of them.
 
-    ``ram``: bytes in RAM, None without bound. ``folder``: a folder of this rank alone for those
-    that do not fit, and for checkpoints; None: RAM alone. ``disk``: bytes there, None without
-    bound. ``copies``: slots that a reference may take on disk; a checkpoint keeps the old ones.
+    ``ram``: bytes in RAM, None without bound. ``folder``: a folder of this pipeline and rank alone
+    for those that do not fit, and for checkpoints; None: RAM alone. ``disk``: bytes there, None
+    without bound. ``copies``: slots that a reference may take on disk; a checkpoint keeps old ones.
 
     A link holds as much as the end that has less room can.
     """
@@ -85,6 +92,7 @@ class Remembered:
         ]
         self.storage = storage
         self.background = Background()
+        self._lock: FolderLock | None = None
         self._rows, self._timers = rows, timers
         self._agreed: tuple[int, ...] | None = None
         self._steps = 0
@@ -133,7 +141,21 @@ class Remembered:
                     f"{STEPS_IN_RAM} steps take {needed:,} at this rank"
                 )
             found[name] = share  # the same for both ends, where both are here
-        return found
+        return self._take_folder() or found
+
+    def _take_folder(self) -> str | None:
+        """Have the folder for this rank alone; what is wrong, if that cannot be."""
+        folder = self.storage.folder
+        if folder is None:
+            return None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(folder)
+        except FolderInUseError as error:
+            return f"{error}: each rank of each pipeline needs a folder of its own, until close()"
+        except OSError as error:
+            return f"can't keep references in {folder}: {error.strerror}"
+        return None
 
     def settle_capacity(self, shares: Iterable[dict[str, int | None]]) -> None:
         """Each link holds what the end with less room can; all ranks' shares are given."""
@@ -153,7 +175,6 @@ class Remembered:
         folder = self.storage.folder
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         total = sum(link.reference_bytes for _, link in self.ends)
         for name, link in self.ends:
             ram = _part(self.storage.ram, link.reference_bytes, total)
@@ -327,6 +348,8 @@ class Remembered:
         for _, store in self.stores:
             if store.tier is not None:
                 store.tier.files.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def _part(total: int | None, weight: int, of: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from thinwire.store.background import Background
 from thinwire.store.held import Held
+from thinwire.store.lock import FolderInUseError, FolderLock, is_held
 from thinwire.store.plan import Members, StepVisits, Visit, plan_step
 from thinwire.store.references import ReferenceStore
 from thinwire.store.slots import SlotFiles
@@ -9,6 +10,8 @@ from thinwire.store.tier import Tier
 
 __all__ = [
     "Background",
+    "FolderInUseError",
+    "FolderLock",
     "Held",
     "Members",
     "ReferenceStore",
@@ -16,5 +19,6 @@ __all__ = [
     "StepVisits",
     "Tier",
     "Visit",
+    "is_held",
     "plan_step",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.train import data, model, storage
+from thinwire.train import data, disk, model, storage
 from thinwire.train.config import (
     BY_EPOCHS,
     Config,
@@ -102,7 +102,7 @@ def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
             "--model.context"
         )
     need = storage.need_of(config, place.rank, len(training))
-    kept = storage.storage_of(config, need, own / "references", place.local_world_size)
+    kept = storage.storage_of(config, need, own / disk.REFERENCES, place.local_world_size)
     transport, busy_s = build_transport(config)
     stages = build_stages(config, place)
     return Run(

@@ -7,8 +7,11 @@ two common checkpoints are kept. Ended at any point, a run finds one that is com
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import shutil
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import thinwire as tw
+from thinwire.store import FolderInUseError, FolderLock
 from thinwire.train import disk, model, ranks, weights
 from thinwire.train.build import Run
 from thinwire.train.config import to_toml
@@ -69,7 +73,7 @@ class Checkpoints:
             nbytes = part.nbytes
         except (OSError, SafetensorError) as error:
             problem = f"can't write the checkpoint of step {step} to {self._own}: {error}"
-        held = [key_of(part) for part in disk.parts(self._own)]
+        held = [(part.manifest["rank"], key_of(part)) for part in self._parts()]
         every = ranks.gather_json({"problem": problem, "bytes": nbytes, "held": held})
         if problem is not None:
             raise OSError(problem)
@@ -77,29 +81,38 @@ class Checkpoints:
             if one["problem"] is not None:
                 raise tw.LinkError(f"rank {rank}: {one['problem']}")
         self._home.note(committed=step)
-        self._prune(set.intersection(*({Key(*key) for key in one["held"]} for one in every)))
+        self._prune(_complete((w, Key(*key)) for one in every for w, key in one["held"]))
         self._saved = step
         seconds = time.perf_counter() - began
         self._journal.end_checkpoint(step, sum(one["bytes"] for one in every), seconds)
 
-    def _prune(self, common: set[Key]) -> None:
-        """Delete this rank's parts but those of the last two common checkpoints.
-
-        So are parts of ranks that are no more, which an earlier start with more of them has left.
-        """
-        kept = sorted(common)[-KEPT:]
+    def _folders(self) -> Iterator[Path]:
+        """Where parts are that this rank looks after: its own, also where an earlier start has kept
+        them, and on the first rank of a machine those of ranks that are no more."""
         place = self._run.place
-        for rank, folder in disk.rank_folders(self._home.parts).items():
-            if rank == place.rank:
-                keep = {part.folder for part in disk.parts(folder) if key_of(part) in kept}
-            elif rank >= place.world_size and rank % place.world_size == place.rank:
-                keep = set()
-            else:
-                continue
-            for part in disk.step_folders(folder).values():
-                if part not in keep:
-                    self._run.pipeline.release(part)
-                    disk.delete(part)
+        for parts in self._home.all_parts():
+            for rank, folder in disk.rank_folders(parts).items():
+                gone = rank >= place.world_size and self._home.local_rank == 0
+                if rank == place.rank or gone:
+                    yield folder
+
+    def _parts(self) -> Iterator[disk.Part]:
+        """The intact parts of this run that this rank looks after."""
+        for folder in self._folders():
+            yield from (p for p in disk.parts(folder) if p.manifest["run"] == self._home.run)
+
+    def _prune(self, complete: Iterable[Key]) -> None:
+        """Delete the parts that are not of the last two complete checkpoints."""
+        kept = sorted(complete)[-KEPT:]
+        keep = {part.folder for part in self._parts() if key_of(part) in kept}
+        own = {part.folder for part in self._parts()} | set(disk.step_folders(self._own).values())
+        for folder in sorted(own - keep):
+            self._run.pipeline.release(folder)
+            with contextlib.suppress(FileNotFoundError):  # machines may share a disk after all
+                disk.delete(folder)
+        for folder in self._folders():
+            if folder != self._own and not disk.step_folders(folder):
+                _clear(folder)
 
     def _fill(self, folder: Path, references: bool) -> dict[str, Any]:
         """Write this rank's files into ``folder``; returns the values of the manifest."""
@@ -126,6 +139,22 @@ class Checkpoints:
             "pipeline": run.pipeline.checkpoint(folder, references),
             "journal": self._journal.state(),
         }
+
+
+def _complete(held: Iterable[tuple[int, Key]]) -> list[Key]:
+    """The checkpoints of which every part is there; ``held``: parts by rank."""
+    writers: dict[Key, set[int]] = {}
+    for writer, key in held:
+        writers.setdefault(key, set()).add(writer)
+    return [key for key, found in writers.items() if len(found) == key.world_size]
+
+
+def _clear(folder: Path) -> None:
+    """Delete a rank's folder that is no longer used, unless another run has it by now."""
+    with contextlib.suppress(OSError, FolderInUseError):
+        lock = FolderLock(folder)
+        shutil.rmtree(folder)
+        lock.release()
 
 
 def versions() -> dict[str, str]:

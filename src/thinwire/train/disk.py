@@ -23,6 +23,7 @@ from thinwire.train.manifest import fault
 
 FORMAT = 1  # of the manifest
 MANIFEST = "manifest.json"
+REFERENCES = "references"  # in a rank's folder: rows that its parts name
 _STEP = re.compile(r"step-(\d{8,})")
 _RANK = re.compile(r"rank-(\d+)")
 _CHUNK = 1 << 20  # bytes read at a time

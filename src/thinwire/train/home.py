@@ -6,13 +6,15 @@ makes one of the same name there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from thinwire.store import FolderInUseError, FolderLock
 from thinwire.train import check, disk, metrics, ranks
 from thinwire.train.config import Config, ConfigError
 
@@ -54,6 +56,30 @@ class Home:
         summary = self.folder / metrics.SUMMARY
         if summary.exists():
             summary.rename(self.folder / f"summary-before-{steps}-steps.json")
+
+    @contextlib.contextmanager
+    def alone(self, rank: int) -> Iterator[None]:
+        """Meanwhile no other process may go on with this run (collective).
+
+        Raises the same ConfigError on all ranks where one does.
+        """
+        with contextlib.ExitStack() as held:
+
+            def take() -> None:
+                folders = [disk.rank_folder(self.parts, rank)]
+                folders += [self.folder] if self.local_rank == 0 else []
+                try:
+                    for folder in folders:
+                        held.callback(FolderLock(folder).release)
+                except FolderInUseError as error:
+                    raise ConfigError(
+                        f"{error} by a run that goes on; wait until it ends, or stop it"
+                    ) from None
+                except OSError as error:
+                    raise ConfigError(f"can't lock {folder}: {error.strerror}") from None
+
+            _raise_first(_problem(rank, take))
+            yield
 
     def all_parts(self) -> list[Path]:
         """Every folder of this machine in which the run has ever kept parts."""

@@ -30,8 +30,16 @@ def train(
 ) -> dict[str, Any]:
     """Train, evaluate and report; returns the summary, the same on every rank.
 
-    Raises Stopped, with a checkpoint saved, if ``stop`` was asked for.
+    Raises Stopped, with a checkpoint saved, if ``stop`` was asked for; ConfigError where another
+    process is at work on this run.
     """
+    with home.alone(place.rank):
+        return _train(config, text, place, home, screen, stop)
+
+
+def _train(
+    config: Config, text: data.Text, place: Place, home: Home, screen: Console, stop: Stop
+) -> dict[str, Any]:
     run = build(config, text, place, disk.rank_folder(home.parts, place.rank))
     own_folder = home.folder if place.rank == 0 else None
     counts = len(run.training), len(run.validation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
     for line in _notes(run, facts):
         _say(screen, line)
     if choice.same:
-        progress, lines = _read_own(run, choice)
+        progress, lines = _read_own(run, home, choice)
     else:
         progress, lines = _move(run, choice, facts)
     for line in lines:
@@ -137,7 +138,7 @@ def _notes(run: Run, facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _read_own(run: Run, choice: Choice) -> tuple[Progress, list[str]]:
+def _read_own(run: Run, home: Home, choice: Choice) -> tuple[Progress, list[str]]:
     """Everything from this rank's own part."""
     part = choice.parts[run.place.rank]
     tensors = model.named_tensors(run.stages, run.config.model.tied)
@@ -147,11 +148,22 @@ def _read_own(run: Run, choice: Choice) -> tuple[Progress, list[str]]:
         progress = load_file(part.folder / PROGRESS_FILE)
         set_generator_states(progress, run.place.device)
         steps_ms = tuple(map(float, progress["steps_ms"].tolist()))
+    _bring_references(part.folder.parent, disk.rank_folder(home.parts, run.place.rank))
     lines = run.pipeline.restore(part.folder, part.manifest["pipeline"])
     for other in disk.parts(part.folder.parent):
         if other.folder != part.folder:  # what an older checkpoint needs stays until it is deleted
             run.pipeline.hold(other.folder, other.manifest["pipeline"])
     return Progress(choice.key.step, part.manifest["journal"], steps_ms), lines
+
+
+def _bring_references(before: Path, own: Path) -> None:
+    """Copy the rows that the parts in ``before`` name, if this rank keeps them elsewhere by now."""
+    source, target = before / disk.REFERENCES, own / disk.REFERENCES
+    if before.resolve() == own.resolve() or not source.is_dir():
+        return
+    target.mkdir(exist_ok=True)
+    for rows in source.glob("*.rows"):
+        shutil.copyfile(rows, target / rows.name)
 
 
 @contextlib.contextmanager
