@@ -1,0 +1,30 @@
+"""One stage's end of an edge: encode, frame, send, receive, decode, count.
+
+An edge joins stage s and stage s + 1 by two directed links. Each stage holds an ``EdgeEnd`` for
+each neighbour on another endpoint; it sends on one link and receives on the other.
+"""
+
+from __future__ import annotations
+
+from thinwire.boundary import StepPlan
+from thinwire.edge.link import Names
+from thinwire.edge.receiver import LinkReceiver
+from thinwire.edge.sender import LinkSender
+
+__all__ = ["EdgeEnd", "LinkReceiver", "LinkSender", "Names"]
+
+
+class EdgeEnd:
+    """One stage's end of an edge: it sends on one link and receives on the other."""
+
+    def __init__(self, outgoing: LinkSender, incoming: LinkReceiver) -> None:
+        self.outgoing, self.incoming = outgoing, incoming
+        #: The other end, where it lives in this process.
+        self.peer: EdgeEnd | None = None
+
+    def begin_step(self, plan: StepPlan, receives: bool, sends: bool) -> None:
+        """Start a step; gradients neither go nor come in evaluation."""
+        if sends:
+            self.outgoing.begin_step(plan)
+        if receives:
+            self.incoming.begin_step(plan)

@@ -1,0 +1,218 @@
+"""What the two ends of one directed link have in common: its state, and what a step means to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire import frame
+from thinwire.boundary import Boundary, StepPlan
+from thinwire.codecs import codec
+from thinwire.counters import Timers
+from thinwire.errors import LinkError
+from thinwire.frame import Direction, Place
+from thinwire.network import Transport
+from thinwire.schemes import Foreseen, Receiver, Scheme, Sender, Value, Visit
+from thinwire.store import ReferenceStore
+from thinwire.store.references import PARTS
+
+RAW = codec("raw")
+#: A frame that says why its sender gave up must fit into every posted receive.
+_MIN_RECEIVE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How an error names this end and the other."""
+
+    here: str
+    there: str
+
+
+class Link(ABC):
+    """What the two ends of one directed link have in common."""
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        transport: Transport,
+        peer: int,
+        place: Place,
+        channel: int,
+        scheme: Scheme,
+        boundaries: Sequence[Boundary],
+        timers: Timers,
+        names: Names,
+        device: torch.device,
+    ) -> None:
+        self.transport, self.peer, self.place, self.channel = transport, peer, place, channel
+        self.scheme, self.boundaries = scheme, list(boundaries)
+        self.timers, self.names, self.device = timers, names, device
+        self.plan = StepPlan(0, False, ())
+        #: Micro-batches of the step that are not sent: the receiver remembers them.
+        self.resting: frozenset[int] = frozenset()
+        self.states: Mapping[int, Sender | Receiver] = {}
+        self._visits: dict[tuple[int, int, tuple[int, ...]], Visit] = {}
+        self._most: dict[tuple[Any, ...], int] = {}
+        self.what = "activation" if place.direction == Direction.FORWARD else "gradient"
+
+    @functools.cached_property
+    def stores(self) -> dict[int, ReferenceStore]:
+        """What is remembered of samples, by boundary tensor."""
+        found = {index: state.store for index, state in self.states.items()}
+        return {index: store for index, store in found.items() if store is not None}
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of all references of a sample at the declared maximum."""
+        sizes = {b.index: math.prod(b.shape[1:]) for b in self.boundaries}
+        return sum(store.keeping.nbytes(sizes[index]) for index, store in self.stores.items())
+
+    def keys_of_parts(self, parts: Iterable[int]) -> list[int]:
+        """The samples that belong to these parts of the stores' digests."""
+        unlike = set(parts)
+        keys = {key for store in self.stores.values() for key in store.lengths}
+        return [key for key in sorted(keys) if key % PARTS in unlike]
+
+    def repair(self, keys: Sequence[int]) -> None:
+        """Forget ``keys``, as the other end does: their next visit repairs them."""
+        for index in self.stores:
+            self.states[index].repair(keys)
+
+    def place_of(self, microbatch: int) -> Place:
+        p = self.place
+        return Place(p.run, self.plan.step, microbatch, p.edge, p.direction)
+
+    def travels(self, boundary: Boundary) -> bool:
+        """Gradients exist only of tensors that ask for one."""
+        return self.place.direction == Direction.FORWARD or boundary.requires_grad
+
+    @functools.cached_property
+    def silent(self) -> bool:
+        """Whether nothing travels here: no message is sent, and none is awaited."""
+        return not any(map(self.travels, self.boundaries))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take the step's plan; in training, the states learn what will be sent."""
+        self.plan = plan
+        self._visits.clear()
+        self.resting = frozenset()
+        if not plan.train:
+            return
+        for boundary in self.boundaries:
+            if boundary.index in self.states:
+                state = self.states[boundary.index]
+                shapes = [boundary.shape_for(mb.rows, plan.seq_len) for mb in plan.microbatches]
+                visits = [self.visit(boundary, k, shape) for k, shape in enumerate(shapes)]
+                state.begin_step(visits)
+                if len(self.boundaries) == 1:
+                    self.resting = self._at_rest(state)
+                    if self.device.type == "cpu":
+                        self._foresee(state, visits, shapes, boundary.dtype)
+
+    def _at_rest(self, state: Sender | Receiver) -> frozenset[int]:
+        """The micro-batches for which the stages before this link would compute what both ends
+        remember."""
+        if self.place.direction == Direction.BACKWARD or self.place.edge >= self.plan.frozen:
+            return frozenset()
+        parts = enumerate(self.plan.microbatches)
+        return frozenset(k for k, mb in parts if mb.known and state.remembers(k))
+
+    def _foresee(
+        self,
+        state: Sender | Receiver,
+        visits: list[Visit],
+        shapes: list[tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> None:
+        """Get ready for the messages of the step that both ends foresee."""
+        for k, (visit, shape) in enumerate(zip(visits, shapes, strict=True)):
+            foreseen = None if k in self.resting else state.foresee(k, visit, shape, dtype)
+            if foreseen is not None:
+                head = frame.head(self.place_of(k), 1, foreseen.entry, foreseen.form.nbytes)
+                self._prepare(k, foreseen, head)
+
+    @abstractmethod
+    def _prepare(self, microbatch: int, foreseen: Foreseen, head: bytes) -> None:
+        """Get ready for a micro-batch's message, which begins with ``head``."""
+
+    def visit(self, boundary: Boundary, microbatch: int, shape: tuple[int, ...]) -> Visit:
+        """The codec's view of a coded tensor of this shape."""
+        known = (boundary.index, microbatch, shape)
+        if known not in self._visits:
+            self._visits[known] = self._make_visit(boundary, microbatch, shape)
+        return self._visits[known]
+
+    def _make_visit(self, boundary: Boundary, microbatch: int, shape: tuple[int, ...]) -> Visit:
+        mb = self.plan.microbatches[microbatch]
+        width = math.prod(shape[1:])
+        lengths, padded = (width,) * mb.rows, False
+        if mb.lengths and boundary.sequence and min(mb.lengths) < shape[1]:
+            lengths = tuple([min(n, shape[1]) * (width // shape[1]) for n in mb.lengths])
+            padded = True
+        seeds = _no_seeds(mb.rows)
+        if self.scheme.stochastic:
+            keys = mb.keys or [f"{microbatch}.{row}" for row in range(mb.rows)]
+            drawn = [_seed(self.plan, self.place, boundary.index, key) for key in keys]
+            seeds = torch.tensor(drawn, dtype=torch.int64)
+        return Visit(mb.keys, lengths, seeds, padded)
+
+    def active_scheme(self) -> Scheme:
+        """The scheme of this step: its stateless part in evaluation, raw where exact is asked."""
+        if self.plan.train:
+            return self.scheme
+        return self.scheme.stateless() if self.plan.codec else Value(RAW)
+
+    def max_bytes(self, microbatch: int) -> int:
+        """The most bytes of a micro-batch's message."""
+        plan = self.plan
+        rows = plan.microbatches[microbatch].rows
+        known = (rows, plan.seq_len, plan.train, plan.codec)
+        if known not in self._most:
+            self._most[known] = self._max_bytes(rows)
+        return self._most[known]
+
+    def _max_bytes(self, rows: int) -> int:
+        scheme = self.active_scheme()
+        total = self.head_bytes(rows) + frame.CHECKSUM_BYTES
+        for boundary in self.boundaries:
+            if not self.travels(boundary):
+                continue
+            shape = boundary.shape_for(rows, self.plan.seq_len)
+            # the other end may use a wider dtype than this one
+            raw = math.prod(shape) * max(8, boundary.dtype.itemsize)
+            if boundary.coded and scheme != Value(RAW):
+                raw = rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
+            total += raw
+        return max(total, _MIN_RECEIVE)
+
+    def head_bytes(self, rows: int) -> int:
+        """The most bytes before the payloads of a message."""
+        tensors = sum(map(self.travels, self.boundaries))
+        return frame.head_nbytes(tensors, rows)
+
+    def error(self, microbatch: int, way: str, why: object) -> LinkError:
+        return LinkError(
+            f"{self.names.here}: no {self.what} of micro-batch {microbatch} in step "
+            f"{self.plan.step} {way} {self.names.there}: {why}"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _no_seeds(rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.int64)
+
+
+def _seed(plan: StepPlan, place: Place, tensor: int, key: int | str) -> int:
+    """64 bits for stochastic rounding of one row: a hash of all that tells it from others."""
+    text = f"{plan.seed}:{plan.step}:{place.edge}:{int(place.direction)}:{tensor}:{key}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
