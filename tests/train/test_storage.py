@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.train import check, storage
+from thinwire.train import check, pace, storage
 from thinwire.train.arguments import read_arguments
 from thinwire.train.config import Config, ConfigError, parse_size
 from thinwire.train.storage import Need, need_of, sentence, slow_disk, storage_of
@@ -66,20 +66,75 @@ def test_without_a_budget_all_is_in_ram(tmp_path):
     assert kept == tw.Storage()
     text = sentence(made, need, kept, [], torch.device("cpu"))
     assert text is not None
-    assert text.startswith("references: 100 samples at an end of links, 214 kB a rank, in RAM")
+    assert text.startswith("references: 100 samples at one end of a link, 214 kB a rank, in RAM")
     assert text.endswith("nothing is written to disk")
 
 
-def test_what_exceeds_the_budget_goes_to_disk_and_says_how_much_a_day(tmp_path, monkeypatch):
-    made = config("--ref.budget=100kb")
+FOLDERS = {  # settings, samples: what is said of them
+    "a budget": (
+        "--ref.budget=100kb",
+        "up to 100 kB of them in RAM, the rest on disk in {0} (7 GB free): ",
+    ),
+    "checkpoints": (
+        "--checkpoint.every=5",
+        "all of them in RAM, what checkpoints need on disk in {0} (7 GB free): ",
+    ),
+    "both": (
+        "--ref.budget=100kb --checkpoint.every=5",
+        (
+            "up to 100 kB of them in RAM, the rest on disk in {0} (7 GB free), as is what "
+            "checkpoints need: "
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_what_lies_where_and_how_much_is_written_a_day_is_told(case, tmp_path, monkeypatch):
+    words, where = FOLDERS[case]
+    made, folder = config(*words.split()), tmp_path / "references"
     need = need_of(made, 0, 100)
-    kept = storage_of(made, need, tmp_path / "references", 2)
-    assert kept == tw.Storage(100_000, tmp_path / "references")
-    monkeypatch.setattr(storage, "estimated_step_s", lambda *_: 0.1)
+    monkeypatch.setattr(storage, "_free", lambda _: 7 * 10**9)
+    monkeypatch.setattr(storage, "available_memory", lambda: None)
+    kept = storage_of(made, need, folder, 2)
+    monkeypatch.setattr(pace, "least_step_s", lambda *_: 0.1)
     text = sentence(made, need, kept, [], torch.device("cpu"))
-    assert text is not None
-    assert f"on disk in {tmp_path / 'references'}" in text
-    assert "GB written a day at 100 ms a step" in text
+    a_day = storage.bytes_text(storage.written_a_step(made, need, kept) * 864_000)
+    assert text == (
+        "references: 100 samples at one end of a link, 214 kB a rank, "
+        + where.format(folder)
+        + f"at most {a_day} written a day, as a step takes at least 100 ms"
+    )
+
+
+STEP = 8 * ROW
+RESIDENT = (100_000 - 3 * STEP) / (100 * ROW)  # of the references, as three steps' are in RAM too
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        ("--ref.budget=100kb", (1 - RESIDENT) * STEP),
+        ("--checkpoint.every=5", STEP),
+        ("--checkpoint.every=50", 100 * ROW / 50),  # each sample has come several times
+        (
+            "--ref.budget=100kb --checkpoint.every=50",
+            (1 - RESIDENT) * STEP + RESIDENT * 100 * ROW / 50,
+        ),
+        # room for half of the samples: only those are written
+        (
+            f"--ref.budget=60kb --ref.disk={50 * ROW}b",
+            STEP / 2 * (1 - (60_000 - 3 * STEP) / (50 * ROW)),
+        ),
+    ],
+)
+def test_a_step_writes_what_does_not_stay_in_ram_and_what_a_checkpoint_lacks(
+    words, written, tmp_path
+):
+    made = config(*words.split())
+    need = need_of(made, 0, 100)
+    kept = storage_of(made, need, tmp_path, 2)
+    assert storage.written_a_step(made, need, kept) == pytest.approx(written)
 
 
 def test_a_disk_of_0_bounds_what_is_remembered_by_ram(tmp_path):

@@ -6,7 +6,6 @@ Told before the first step: days of training should not end on a full disk.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ import thinwire as tw
 from thinwire.codecs.keeping import KEEPINGS
 from thinwire.schemes import Delta
 from thinwire.store.tier import STEPS_IN_RAM
-from thinwire.train.config import Config, ConfigError, link_rate, parse_size
+from thinwire.train import pace
+from thinwire.train.config import Config, ConfigError, parse_size
 from thinwire.train.size import available_memory
 
 #: Slots that a reference may take on disk: now, in the two checkpoints that are kept, and in one
@@ -47,25 +47,13 @@ class Need:
 
 def need_of(config: Config, rank: int, samples: int) -> Need:
     """What ``rank`` would remember of ``samples`` samples."""
-    owner = {
-        stage: other
-        for other in range(config.nproc or 1)
-        for stage in tw.stages_of_rank(
-            config.pipeline.schedule, other, config.nproc or 1, config.num_stages
-        )
-    }
-    in_memory = config.link.transport == "memory"
+    here = sum((link.upper == rank) + (link.lower == rank) for link in pace.links_of(config))
     values = config.model.context * config.model.dim
     ends = total = 0
     for spec in (config.plan.forward, config.plan.backward):
         scheme = None if spec == "off" else tw.scheme(spec)
         if not isinstance(scheme, Delta):
             continue
-        here = sum(
-            (owner[edge] == rank) + (owner[edge + 1] == rank)
-            for edge in range(config.num_stages - 1)
-            if in_memory or owner[edge] != owner[edge + 1]
-        )
         ends += here
         total += here * KEEPINGS[scheme.ref].nbytes(values)
     return Need(samples, ends, total, config.train.batch * total)
@@ -128,67 +116,56 @@ def sentence(
     stages: Sequence[nn.Module],
     device: torch.device,
 ) -> str | None:
-    """What a rank remembers, where, and what it is likely to write a day; None if it does not."""
+    """What a rank remembers, where, and what it writes a day at most; None if it remembers nothing.
+
+    ``stages``: this rank's, to time them.
+    """
     if not need.ends:
         return None
-    ends = "an end" if need.ends == 1 else f"{need.ends} ends"
-    text = (
-        f"references: {need.samples:,} samples at {ends} of links, {bytes_text(need.total)} a rank"
-    )
+    ends = "one end of a link" if need.ends == 1 else f"{need.ends} ends of links"
+    text = f"references: {need.samples:,} samples at {ends}, {bytes_text(need.total)} a rank"
     available = available_memory()
-    room = "" if available is None else f" ({bytes_text(available)} available)"
-    kept = 1.0 if storage.capacity is None else storage.capacity / max(need.total, 1)
-    part = "" if kept >= 1 else f"; there is room for {100 * kept:.0f} % of the samples"
+    memory = "" if available is None else f" ({bytes_text(available)} available)"
+    room = _room(need, storage)
+    part = "" if room >= 1 else f"; there is room for {100 * room:.0f} % of the samples"
     if storage.folder is None:
-        return f"{text}, in RAM{room}{part}; nothing is written to disk"
-    step_s = estimated_step_s(config, stages, device)
-    a_step = need.step_bytes * _spilled(need, storage)
-    if config.checkpoint.every:
-        dirty = min(need.total, config.checkpoint.every * need.step_bytes)
-        a_step = max(a_step, dirty / config.checkpoint.every)
-    free = bytes_text(_free(storage.folder))
-    in_ram = "all of them" if storage.ram is None else f"up to {bytes_text(storage.ram)} of them"
+        return f"{text}, in RAM{memory}{part}; nothing is written to disk"
+    on_disk = f"on disk in {storage.folder} ({bytes_text(_free(storage.folder))} free)"
+    if _spilled(need, storage):
+        assert storage.ram is not None
+        kept = f"up to {bytes_text(storage.ram)} of them in RAM{memory}, the rest {on_disk}"
+        kept += ", as is what checkpoints need" if config.checkpoint.every else ""
+    else:
+        kept = f"all of them in RAM{memory}, what checkpoints need {on_disk}"
+    step_s = pace.least_step_s(config, room, stages, device)
+    a_day = written_a_step(config, need, storage) * _DAY / step_s
     return (
-        f"{text}, {in_ram} in RAM{room}, on disk in {storage.folder} ({free} free), "
-        f"about {bytes_text(a_step * _DAY / step_s)} written a day at {1e3 * step_s:.0f} ms a "
-        f"step{part}"
+        f"{text}, {kept}: at most {bytes_text(a_day)} written a day, as a step takes at least "
+        f"{1e3 * step_s:.0f} ms{part}"
     )
+
+
+def written_a_step(config: Config, need: Need, storage: tw.Storage) -> float:
+    """The most bytes of references that go to disk in a step, on the average."""
+    room, spilled = _room(need, storage), _spilled(need, storage)
+    changed = room * need.step_bytes
+    every = config.checkpoint.every
+    # of those that stay in RAM a checkpoint writes what has changed since the one before
+    saved = 0.0 if every is None else min(room * need.total, every * changed) / every
+    return spilled * changed + (1 - spilled) * saved
+
+
+def _room(need: Need, storage: tw.Storage) -> float:
+    """The part of the samples for which there is room."""
+    return 1.0 if storage.capacity is None else min(1.0, storage.capacity / max(need.total, 1))
 
 
 def _spilled(need: Need, storage: tw.Storage) -> float:
     """The part of the references that does not stay in RAM."""
-    if storage.ram is None:
+    if storage.ram is None or storage.folder is None:
         return 0.0
     resident = max(0, storage.ram - STEPS_IN_RAM * need.step_bytes)
-    return 1.0 - min(1.0, resident / max(need.total, 1))
-
-
-def estimated_step_s(config: Config, stages: Sequence[nn.Module], device: torch.device) -> float:
-    """Seconds that a step is likely to take: compute of this rank's stages, timed on zeros without
-    gradients, or the link's time for what the plan sends, whichever is more.
-    """
-    rows, model = config.microbatch_rows, config.model
-    was_training = [stage.training for stage in stages]
-    seconds = 0.0
-    with torch.no_grad():
-        for stage in stages:
-            stage.eval()
-            x: torch.Tensor = torch.zeros(rows, model.context, model.dim, device=device)
-            if getattr(stage, "embedding", None) is not None:
-                x = torch.zeros(rows, model.context, dtype=torch.int64, device=device)
-            stage(x)  # once to warm up
-            start = time.perf_counter()
-            stage(x)
-            seconds += time.perf_counter() - start
-    for stage, training in zip(stages, was_training, strict=True):
-        stage.train(training)
-    compute = 3 * seconds * config.pipeline.microbatches  # a backward takes twice a forward
-    rate = link_rate(config.link)
-    if rate is None or config.plan.forward == "off":
-        return compute
-    scheme = tw.scheme(config.plan.forward)
-    row = scheme.row_nbytes(model.context * model.dim, torch.float32)
-    return max(compute, 8 * row * config.train.batch / rate)
+    return 1.0 - min(1.0, resident / max(_room(need, storage) * need.total, 1))
 
 
 def slow_disk(reports: Sequence[dict[str, Any]], step_s: float) -> str | None:
