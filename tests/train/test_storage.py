@@ -34,7 +34,7 @@ def test_sizes_are_read_with_their_units(text, size):
 
 @pytest.mark.parametrize("text", ["2", "gb", "2tb2", "-1gb", "1e400gb", "2gbit", "nan b"])
 def test_anything_else_is_refused_by_the_name_of_its_setting(text):
-    with pytest.raises(ConfigError, match=r"^ref\.budget"):
+    with pytest.raises(ConfigError, match=r"^--ref\.budget"):
         check.resolved(read_arguments([f"--ref.budget={text}", "--forward=delta(int4)"]))
 
 
@@ -67,7 +67,7 @@ def test_without_a_budget_all_is_in_ram(tmp_path):
     text = sentence(made, need, kept, [], torch.device("cpu"))
     assert text is not None
     assert text.startswith("references: 100 samples at one end of a link, 214 kB a rank, in RAM")
-    assert text.endswith("nothing is written to disk")
+    assert text.endswith("nothing is written to disk unless the run is stopped")
 
 
 FOLDERS = {  # settings, samples: what is said of them
@@ -78,6 +78,10 @@ FOLDERS = {  # settings, samples: what is said of them
     "checkpoints": (
         "--checkpoint.every=5",
         "all of them in RAM, what checkpoints need on disk in {0} (7 GB free): ",
+    ),
+    "checkpoints without a disk": (
+        "--checkpoint.every=5 --ref.disk=0",
+        "in RAM, with a copy in each checkpoint: ",
     ),
     "both": (
         "--ref.budget=100kb --checkpoint.every=5",
@@ -116,6 +120,7 @@ RESIDENT = (100_000 - 3 * STEP) / (100 * ROW)  # of the references, as three ste
     [
         ("--ref.budget=100kb", (1 - RESIDENT) * STEP),
         ("--checkpoint.every=5", STEP),
+        ("--checkpoint.every=50 --ref.disk=0", 100 * ROW / 50),
         ("--checkpoint.every=50", 100 * ROW / 50),  # each sample has come several times
         (
             "--ref.budget=100kb --checkpoint.every=50",
@@ -147,11 +152,38 @@ def test_a_disk_of_0_bounds_what_is_remembered_by_ram(tmp_path):
     assert "there is room for 47 % of the samples" in text
 
 
+def test_a_bound_of_the_disk_counts_wherever_the_references_lie(tmp_path):
+    bounds = set()
+    for budget in ("none", "100kb", "1gb"):
+        made = config(f"--ref.budget={budget}", f"--ref.disk={50 * ROW}b")
+        kept = storage_of(made, need_of(made, 0, 100), tmp_path, 2)
+        bounds.add(kept.capacity)
+    assert bounds == {50 * ROW}
+    made = config(f"--ref.disk={50 * ROW}b")
+    need = need_of(made, 0, 100)
+    text = sentence(made, need, storage_of(made, need, tmp_path, 2), [], torch.device("cpu"))
+    assert text is not None
+    assert "there is room for 50 % of the samples; nothing is written to disk unless" in text
+
+
+def test_without_a_disk_checkpoints_bound_nothing(tmp_path):
+    made = config("--ref.disk=0", "--checkpoint.every=5")
+    assert storage_of(made, need_of(made, 0, 100), tmp_path, 2) == tw.Storage()
+
+
+@pytest.mark.parametrize("budget", ["none", "1gb"])
+def test_rows_that_lie_on_disk_are_found_though_all_would_fit_into_ram(budget, tmp_path):
+    (tmp_path / "0-forward-0-sender-2304.rows").touch()
+    made = config(f"--ref.budget={budget}")
+    kept = storage_of(made, need_of(made, 0, 100), tmp_path, 2)
+    assert kept.folder == tmp_path
+
+
 @pytest.mark.parametrize(
     ("words", "samples", "asks"),
     [
         ((), 10**9, "set --ref.budget, as 2gb"),
-        (("--ref.budget=20kb",), 100, "less than the references of 3 steps"),
+        (("--ref.budget=20kb",), 100, "--ref.budget 20kb is less than the references of 3 steps"),
         (("--ref.budget=100kb",), 10**11, "set --ref.disk to less, as 10gb"),
         (("--ref.budget=100kb", "--ref.disk=900tb"), 10**12, "set --ref.disk to less"),
     ],

@@ -55,7 +55,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     _check_pipeline(config)
     link_rate(config.link)
     link_latency(config.link)
-    for name, size in (("ref.budget", config.ref.budget), ("ref.disk", config.ref.disk)):
+    for name, size in (("--ref.budget", config.ref.budget), ("--ref.disk", config.ref.disk)):
         if size is not None:
             parse_size(size, name)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):

@@ -62,48 +62,51 @@ def need_of(config: Config, rank: int, samples: int) -> Need:
 def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw.Storage:
     """Where this rank keeps its references, for ``tw.Pipeline``; ``folder`` is this rank's own.
 
+    A bound of the disk counts wherever they lie, so that the budget of RAM changes no result.
     Raises ConfigError where they do not fit, with the setting that would make them.
     """
-    ram = None if config.ref.budget is None else parse_size(config.ref.budget, "ref.budget")
-    disk = None if config.ref.disk is None else parse_size(config.ref.disk, "ref.disk")
+    if not need.ends:
+        return tw.Storage()
+    ram = None if config.ref.budget is None else parse_size(config.ref.budget, "--ref.budget")
+    disk = None if config.ref.disk is None else parse_size(config.ref.disk, "--ref.disk")
     copies = _COPIES if config.checkpoint.every else 1
-    if disk == 0 and ram is not None:
+    kept = need.total if not disk else min(need.total, disk // copies)
+    if ram is None:
+        _check_ram(config, need, kept, local_ranks)
+    if disk == 0:
         return tw.Storage(ram)
-    _check_ram(config, need, ram, local_ranks)
-    spills = ram is not None and ram < need.total + STEPS_IN_RAM * need.step_bytes
-    if not need.ends or not (spills or config.checkpoint.every):
+    spills = ram is not None and ram < kept + STEPS_IN_RAM * need.step_bytes
+    has_rows = any(folder.glob("*.rows"))  # of before the run was resumed
+    if not (spills or config.checkpoint.every or disk or has_rows):
         return tw.Storage()
     if spills and ram is not None and ram < STEPS_IN_RAM * need.step_bytes:
         raise ConfigError(
-            f"ref.budget {config.ref.budget} is less than the references of {STEPS_IN_RAM} steps, "
-            f"which are in RAM at once: {bytes_text(STEPS_IN_RAM * need.step_bytes)} a rank"
+            f"--ref.budget {config.ref.budget} is less than the references of {STEPS_IN_RAM} "
+            f"steps, which are in RAM at once: {bytes_text(STEPS_IN_RAM * need.step_bytes)} a rank"
         )
-    _check_disk(config, need, disk, copies, folder, local_ranks)
+    _check_disk(need, kept, copies, folder, local_ranks)
     return tw.Storage(ram, folder, disk, copies)
 
 
-def _check_ram(config: Config, need: Need, ram: int | None, local_ranks: int) -> None:
+def _check_ram(config: Config, need: Need, kept: int, local_ranks: int) -> None:
     available = available_memory()
-    if ram is not None or available is None or config.device != "cpu":
+    if available is None or config.device != "cpu" or kept * local_ranks <= available // 2:
         return
-    if need.total * local_ranks > available // 2:
-        raise ConfigError(
-            f"the references of {need.samples:,} samples take {bytes_text(need.total)} on each of "
-            f"{local_ranks} ranks here, more than half of the {bytes_text(available)} of RAM that "
-            "are available; set --ref.budget, as 2gb: what is beyond goes to disk"
-        )
+    raise ConfigError(
+        f"the references of {need.samples:,} samples take {bytes_text(kept)} on each of "
+        f"{local_ranks} ranks here, more than half of the {bytes_text(available)} of RAM that "
+        "are available; set --ref.budget, as 2gb: what is beyond goes to disk"
+    )
 
 
-def _check_disk(
-    config: Config, need: Need, disk: int | None, copies: int, folder: Path, local_ranks: int
-) -> None:
+def _check_disk(need: Need, kept: int, copies: int, folder: Path, local_ranks: int) -> None:
     free = _free(folder)
-    most = need.total * copies if disk is None else min(need.total * copies, disk)
-    if most * local_ranks <= free:
+    if kept * copies * local_ranks <= free:
         return
     why = f", up to {copies} times for the checkpoints" if copies > 1 else ""
+    why = f" within --ref.disk{why}" if kept < need.total else why
     raise ConfigError(
-        f"the references of {need.samples:,} samples take {bytes_text(need.total)}{why} on each of "
+        f"the references of {need.samples:,} samples take {bytes_text(kept)}{why} on each of "
         f"{local_ranks} ranks here, but {folder} has {bytes_text(free)} free; set --ref.disk to "
         "less, as 10gb: samples for which there is no room are sent as values"
     )
@@ -128,15 +131,10 @@ def sentence(
     memory = "" if available is None else f" ({bytes_text(available)} available)"
     room = _room(need, storage)
     part = "" if room >= 1 else f"; there is room for {100 * room:.0f} % of the samples"
-    if storage.folder is None:
-        return f"{text}, in RAM{memory}{part}; nothing is written to disk"
-    on_disk = f"on disk in {storage.folder} ({bytes_text(_free(storage.folder))} free)"
-    if _spilled(need, storage):
-        assert storage.ram is not None
-        kept = f"up to {bytes_text(storage.ram)} of them in RAM{memory}, the rest {on_disk}"
-        kept += ", as is what checkpoints need" if config.checkpoint.every else ""
-    else:
-        kept = f"all of them in RAM{memory}, what checkpoints need {on_disk}"
+    is_spilled = _spilled(need, storage) > 0
+    if not is_spilled and not config.checkpoint.every:
+        return f"{text}, in RAM{memory}{part}; nothing is written to disk unless the run is stopped"
+    kept = _where(config, storage, is_spilled, memory)
     step_s = pace.least_step_s(config, room, stages, device)
     a_day = written_a_step(config, need, storage) * _DAY / step_s
     return (
@@ -145,11 +143,24 @@ def sentence(
     )
 
 
+def _where(config: Config, storage: tw.Storage, is_spilled: bool, memory: str) -> str:
+    """Where the references of a run lie of which some go to disk."""
+    if storage.folder is None:
+        return f"in RAM{memory}, with a copy in each checkpoint"
+    on_disk = f"on disk in {storage.folder} ({bytes_text(_free(storage.folder))} free)"
+    if not is_spilled or storage.ram is None:
+        return f"all of them in RAM{memory}, what checkpoints need {on_disk}"
+    kept = f"up to {bytes_text(storage.ram)} of them in RAM{memory}, the rest {on_disk}"
+    return kept + (", as is what checkpoints need" if config.checkpoint.every else "")
+
+
 def written_a_step(config: Config, need: Need, storage: tw.Storage) -> float:
     """The most bytes of references that go to disk in a step, on the average."""
     room, spilled = _room(need, storage), _spilled(need, storage)
     changed = room * need.step_bytes
     every = config.checkpoint.every
+    if storage.folder is None:  # a checkpoint has them all
+        return 0.0 if every is None else room * need.total / every
     # of those that stay in RAM a checkpoint writes what has changed since the one before
     saved = 0.0 if every is None else min(room * need.total, every * changed) / every
     return spilled * changed + (1 - spilled) * saved
