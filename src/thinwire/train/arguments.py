@@ -94,6 +94,8 @@ def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
     values = {name: configuration.from_text(known[name], text) for name, text in given.items()}
     if run is None:
         read = configuration.read_toml(Path(path)) if path else {}
+        if "train.epochs" in values:  # else the file's steps would go on replacing them
+            read.pop("train.steps", None)
         return configuration.build(read | values), None
     if path is not None:
         raise ConfigError(f"--resume {run} has its own settings; leave {path} out")
@@ -149,7 +151,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
 
 
 def _help(entry: Setting) -> str:
-    default = str(entry.default).lower() if entry.kind is bool else entry.default
+    default = configuration.typed(entry.default)
     choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
     shown = "" if entry.default is None else f" (default {default})"
     return f"{entry.help}{choices}{shown}".replace("%", "%%")

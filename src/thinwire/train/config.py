@@ -260,7 +260,8 @@ def _from_toml(setting: Setting, value: Any, path: Path) -> Any:
         return float(value) if abs(value) < 2**63 else math.inf
     if type(value) in kinds:
         return _chosen(setting, value, f"{path}: {setting.name}")
-    raise ConfigError(f"{path}: {setting.name} = {value!r} is not {_described(setting)}")
+    shown = typed(value) if isinstance(value, bool) else repr(value)
+    raise ConfigError(f"{path}: {setting.name} = {shown} is not {_described(setting)}")
 
 
 def from_text(setting: Setting, text: str) -> Any:
@@ -335,6 +336,11 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):  # JSON escapes are TOML escapes, DEL aside
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def typed(value: Any) -> str:
+    """A setting's value as it is typed after its option: ``true``, ``none``."""
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def link_rate(link: LinkConfig) -> float | None:
