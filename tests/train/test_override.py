@@ -10,6 +10,7 @@ import pytest
 from thinwire.train import config as configuration
 from thinwire.train.arguments import read_train
 from thinwire.train.config import Config, ConfigError
+from thinwire.train.words import typed
 
 
 def resumed(folder: Path, before: dict[str, Any], *words: str) -> Config:
@@ -53,7 +54,7 @@ def test_what_changes_no_result_may_change(
 ) -> None:
     name, _, text = word.removeprefix("--").partition("=")
     entry = next(one for one in configuration.settings() if one.name == name)
-    assert configuration.typed(entry.of(resumed(tmp_path, before, word))) == text
+    assert typed(entry.of(resumed(tmp_path, before, word))) == text
 
 
 KEPT: list[tuple[dict[str, Any], str, str]] = [

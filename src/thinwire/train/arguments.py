@@ -16,6 +16,7 @@ from thinwire.spec import nearest
 from thinwire.train import config as configuration
 from thinwire.train import launch, override
 from thinwire.train.config import Config, ConfigError, Setting
+from thinwire.train.words import typed
 
 _EXAMPLES = """examples:
   thinwire train                                    the embedded text, two processes, 100 Mbit/s
@@ -151,7 +152,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
 
 
 def _help(entry: Setting) -> str:
-    default = configuration.typed(entry.default)
+    default = typed(entry.default)
     choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
     shown = "" if entry.default is None else f" (default {default})"
     return f"{entry.help}{choices}{shown}".replace("%", "%%")

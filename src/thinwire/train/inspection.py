@@ -20,6 +20,7 @@ from thinwire.train import disk, home, metrics, report
 from thinwire.train.checkpoint import key_of
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.stop import resume_command
+from thinwire.train.words import counted
 
 
 def inspect(folder: Path, as_json: bool) -> int:
@@ -169,8 +170,9 @@ def _show(document: Mapping[str, Any], screen: Console) -> None:
     plan = document["plan"]
     line(
         f"plan: forward {plan['forward']}, backward {plan['backward']}; "
-        f"{document['stages']} stages on {document['processes']} processes, "
-        f"{document['schedule']}, {document['microbatches']} micro-batches, {document['transport']}"
+        f"{counted(document['stages'], 'stage')} on {counted(document['processes'], 'process')}, "
+        f"{document['schedule']}, {counted(document['microbatches'], 'micro-batch')}, "
+        f"{document['transport']}"
     )
     if document["versions"]:
         line("versions: " + ", ".join(f"{n} {v}" for n, v in document["versions"].items()))

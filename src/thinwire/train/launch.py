@@ -49,9 +49,10 @@ def train(config: Config, resume_from: Path | None = None) -> int:
     config = check.resolved(config)
     check.check_out(config)
     check.check_plan(config)
-    from thinwire.train import build, data, home
+    from thinwire.train import build, data, home, report
 
-    config = build.planned(config, data.load(config.data, config.model.context))
+    text = data.load(config.data, config.model.context)
+    config = build.planned(config, text, report.note(config))
     if resume_from is not None:
         home.read(resume_from)
     folder = resume_from or home.create(config)

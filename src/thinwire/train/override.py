@@ -9,6 +9,7 @@ from typing import Any
 from thinwire.train import config as configuration
 from thinwire.train import metrics
 from thinwire.train.config import Config, ConfigError, Setting
+from thinwire.train.words import typed
 
 _SECTIONS = ("pipeline", "link", "plan", "checkpoint")
 _SINGLE = (
@@ -42,7 +43,7 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
     for entry in changed(before, configuration.build(values | given)):
         raise ConfigError(
             f"--{entry.name} can't change in a resumed run, where it is "
-            f"{configuration.typed(entry.of(before))}; "
+            f"{typed(entry.of(before))}; "
             "begin a new run for that"
         )
     for name in _outdated(values, given, world_size):

@@ -33,7 +33,6 @@ from thinwire.train.config import (
     DataConfig,
     PlanConfig,
     RefConfig,
-    one_line,
     to_toml,
 )
 from thinwire.train.home import Home
@@ -48,6 +47,7 @@ from thinwire.train.stop import (
     stopped_line,
     torchrun_command,
 )
+from thinwire.train.words import one_line
 
 COMPARED = {"fp32": PlanConfig("raw", "raw"), "bf16": PlanConfig("bf16", "bf16")}
 
@@ -118,7 +118,8 @@ def run_under_torchrun(config: Config, resume_from: Path | None) -> int:
             )
         complete = check.resolved(config, start.world_size)
         check.check_plan(complete)
-        complete = planned(complete, data.load(config.data, config.model.context))
+        text = data.load(config.data, config.model.context)
+        complete = planned(complete, text, report.note(config, quiet=start.rank != 0))
         folder = resume_from
         if folder is None and start.rank == 0:
             check.check_out(complete)
