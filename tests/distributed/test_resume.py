@@ -98,6 +98,8 @@ def test_another_budget_of_ram_in_a_resumed_run_changes_no_result(
     assert records(Path(whole)) == records(Path(cut))
     assert results(Path(whole)) == results(Path(cut))
     assert digests(Path(whole), ("model", "optim")) == digests(Path(cut), ("model", "optim"))
+    # what no checkpoint needs is not left on the disk
+    assert bool([*Path(cut).glob("rank-*/references")]) == ("checkpoint" in before)
 
 
 def test_each_rank_with_a_disk_of_its_own_resumes_from_it(pool: Pool, tmp_path: Path) -> None:

@@ -202,5 +202,41 @@ def test_a_disk_that_does_not_keep_up_is_told_with_numbers():
     assert "waited 20.0 s of 100.0 s for references (1.5 GB read and written)" in line
 
 
+def summary(**kinds: int):
+    """What a summary says of a link, values by kind, and of the disk."""
+    return {
+        "links": [
+            {
+                "values": sum(kinds.values()),
+                "kinds": {kind: {"values": n} for kind, n in kinds.items()},
+            }
+        ],
+        "checkpoints": {"count": 1, "bytes": 3_000_000},
+        "references": [],
+        "config": {"ref": {"disk": None}},
+    }
+
+
+def test_what_went_to_disk_is_told_at_the_end():
+    found = summary()
+    assert storage.disk_sentence(found) == "Written to disk: 3 MB in 1 checkpoint."
+    found["references"] = [{"written_bytes": 10**9}, {"written_bytes": 5 * 10**8}]
+    found["checkpoints"]["count"] = 2
+    expected = "Written to disk: 3 MB in 2 checkpoints, 1.5 GB of references."
+    assert storage.disk_sentence(found) == expected
+
+
+def test_visits_for_which_there_was_no_room_are_told_at_the_end():
+    assert storage.no_room(summary(first=50, change=50)) is None
+    assert storage.no_room(summary(value=100)) is None  # nothing is remembered
+    found = summary(first=50, change=25, value=25)
+    line = storage.no_room(found)
+    assert line is not None
+    assert line.startswith("There was no room to remember the sample at 25.0 % of visits")
+    assert "raise --ref.budget" in line
+    found["config"]["ref"]["disk"] = "1gb"
+    assert "raise --ref.disk" in str(storage.no_room(found))
+
+
 def test_a_run_that_remembers_nothing_says_nothing():
     assert sentence(config(), Need(10, 0, 0, 0), tw.Storage(), [], torch.device("cpu")) is None

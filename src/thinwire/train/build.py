@@ -127,7 +127,7 @@ def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
             "--model.context"
         )
     need = storage.need_of(config, place.rank, len(training))
-    kept = storage.storage_of(config, need, own / "references", place.local_world_size)
+    kept = storage.storage_of(config, need, own / storage.FOLDER, place.local_world_size)
     transport, busy_s = build_transport(config)
     stages = build_stages(config, place)
     return Run(

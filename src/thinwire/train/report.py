@@ -20,7 +20,7 @@ from thinwire.train.build import may_rest, remembers
 from thinwire.train.config import Config, link_rate
 from thinwire.train.data import Text
 from thinwire.train.model import parameter_count
-from thinwire.train.storage import slow_disk
+from thinwire.train.storage import disk_sentence, no_room, slow_disk
 from thinwire.train.words import counted
 
 _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns
@@ -158,6 +158,9 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
     if line := slow_disk(summary["references"], summary["train_s"]):
         screen.print(line, soft_wrap=True, markup=False)
+    if line := no_room(summary):
+        screen.print(line, soft_wrap=True, markup=False)
+    screen.print(disk_sentence(summary), soft_wrap=True, markup=False)
     if summary["links"]:
         screen.print(compression_sentence(summary["cpu"]), soft_wrap=True, markup=False)
     if note := rest_sentence(summary["links"]):

@@ -5,8 +5,9 @@ Told before the first step: days of training should not end on a full disk.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from thinwire.store.tier import STEPS_IN_RAM
 from thinwire.train import pace
 from thinwire.train.config import Config, ConfigError, parse_size
 from thinwire.train.size import available_memory
+from thinwire.train.words import counted
 
 #: Slots that a reference may take on disk: now, in the two checkpoints that are kept, and in one
 #: that is being made.
 _COPIES = 4
 _DAY = 86400
+FOLDER = "references"  # of a rank, below its folder: rows that all its checkpoints share
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,39 @@ def slow_disk(reports: Sequence[dict[str, Any]], step_s: float) -> str | None:
         f"for references ({bytes_text(moved)} read and written); raise --ref.budget, or name a "
         "faster disk with --checkpoint.dir."
     )
+
+
+def disk_sentence(summary: Mapping[str, Any]) -> str:
+    """What went to the disk in all, on all ranks."""
+    saved = summary["checkpoints"]
+    checkpoints = f"{bytes_text(saved['bytes'])} in {counted(saved['count'], 'checkpoint')}"
+    rows = sum(one["written_bytes"] for one in summary["references"])
+    return f"Written to disk: {checkpoints}{f', {bytes_text(rows)} of references' if rows else ''}."
+
+
+def no_room(summary: Mapping[str, Any]) -> str | None:
+    """On how many visits there was no room to remember the sample; None if there always was."""
+    shares = [
+        link["kinds"]["value"]["values"] / link["values"]
+        for link in summary["links"]
+        if "first" in link["kinds"] and "value" in link["kinds"]
+    ]
+    if not shares:
+        return None
+    disk = summary["config"]["ref"]["disk"]
+    what = "--ref.budget" if disk is None or parse_size(disk, "--ref.disk") == 0 else "--ref.disk"
+    return (
+        f"There was no room to remember the sample at {100 * max(shares):.1f} % of visits, which "
+        f"were sent as values; raise {what} for a new run."
+    )
+
+
+def discard(folder: Path) -> None:
+    """Delete the references in ``folder``, which nothing needs any more."""
+    with contextlib.suppress(OSError):  # the run is complete all the same
+        for file in folder.glob("*.rows"):
+            file.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _free(folder: Path) -> int:
