@@ -40,7 +40,8 @@ class Storage:
     ``ram``: bytes in RAM, None without bound. ``folder``: a folder of this rank alone for those
     that do not fit, and for checkpoints; None: RAM alone, and ``ram`` then bounds how many samples
     are remembered: the others are sent as values. ``disk``: bytes there, None without bound; it
-    bounds what is remembered wherever it lies. ``copies``: slots that a reference may take on disk; a checkpoint keeps the old ones.
+    bounds what is remembered wherever it lies. ``copies``: slots that a reference may take on disk;
+    a checkpoint keeps the old ones.
 
     A link holds as much as the end that has less room can.
     """

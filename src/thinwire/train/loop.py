@@ -62,6 +62,7 @@ def train(
         storage.discard(own / storage.FOLDER)
     if own_folder is not None:
         write_json(own_folder / SUMMARY, summary)
+    stop.complete(home.folder)
     closing(screen, summary, home.folder)
     return summary
 

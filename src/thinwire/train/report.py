@@ -27,11 +27,18 @@ _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 column
 _REFRESH_S = 0.2
 
 
+class _Console(Console):
+    """rich's, but it leaves to its caller that the other end of a pipe is gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  the BrokenPipeError, of which this is called
+
+
 def console(to_stderr: bool, quiet: bool = False) -> Console:
     """Where a run talks to: stdout, stderr with ``--json``, nowhere on ranks other than 0."""
     stream = sys.stderr if to_stderr else sys.stdout
     width = None if stream.isatty() else _PLAIN_WIDTH
-    return Console(file=stream, width=width, quiet=quiet, highlight=False)
+    return _Console(file=stream, width=width, quiet=quiet, highlight=False)
 
 
 def note(config: Config, quiet: bool = False) -> Callable[[str], None]:
