@@ -79,8 +79,8 @@ def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw
     if disk == 0:
         return tw.Storage(ram)
     spills = ram is not None and ram < kept + STEPS_IN_RAM * need.step_bytes
-    has_rows = any(folder.glob("*.rows"))  # of before the run was resumed
-    if not (spills or config.checkpoint.every or disk or has_rows):
+    earlier = row_files(folder)  # of before the run was resumed
+    if not (spills or config.checkpoint.every or disk or earlier):
         return tw.Storage()
     if spills and ram is not None and ram < STEPS_IN_RAM * need.step_bytes:
         raise ConfigError(
@@ -220,10 +220,15 @@ def no_room(summary: Mapping[str, Any]) -> str | None:
     )
 
 
+def row_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that have references."""
+    return sorted(folder.glob("*.rows"))
+
+
 def discard(folder: Path) -> None:
     """Delete the references in ``folder``, which nothing needs any more."""
     with contextlib.suppress(OSError):  # the run is complete all the same
-        for file in folder.glob("*.rows"):
+        for file in row_files(folder):
             file.unlink(missing_ok=True)
         folder.rmdir()
 
