@@ -96,6 +96,23 @@ def test_a_mistake_ends_the_process_with_exit_code_2_and_no_traceback(tmp_path: 
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["selftest", "--json"], ["selftest"]])
+def test_a_command_whose_output_nobody_reads_ends_without_traceback(
+    words: list[str], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "thinwire", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (141, "")
+
+
 @pytest.mark.parametrize("delay", [0.2, 0.8])
 def test_an_interrupt_while_starting_is_exit_code_130_without_traceback(
     delay: float, tmp_path: Path

@@ -26,6 +26,8 @@ DIRECT = {
     "3/6": ("int3", "int6"),
     "tile/6": ("tile", "int6"),
 }
+#: In three epochs the first sends as much as delta(int2) / int4 and int4 / int4, the others less.
+NARROW_FIRST = tuple((f"delta({to},first=int4)", "int4") for to in ("int4", "int3", "int2"))
 ALL = tuple(DIRECT)
 MAIN = ("4/8", "2/4", "4/4")  # of these, for settings where all are too many
 
@@ -88,10 +90,13 @@ def _blocks() -> Iterator[Case]:
     yield from _plans(claim, ALL, seed=0)
     for seed in SEEDS:  # what decides the width of gradients
         yield from _with(dataclasses.replace(claim, seed=seed), delta(DIRECT["4/4"]))
+    yield from _with(claim, *NARROW_FIRST)
     yield dataclasses.replace(claim, stages=4)  # fp32 there gives the same bits: once
     for elsewhere in _elsewhere(claim):
         yield from (case for case in _plans(elsewhere, MAIN[:2], seed=0) if not case.ulp)
     yield from _ablations(claim)
+    for seed in SEEDS:
+        yield from _with(dataclasses.replace(claim, seed=seed), *NARROW_FIRST)
     for seed in SEEDS:
         yield from _plans(claim, ALL, seed)
     yield from _learning_rates(claim)

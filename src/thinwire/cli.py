@@ -1,7 +1,8 @@
 """The ``thinwire`` command: what its process does about mistakes and signals.
 
 A mistake of the user is one line on stderr, ``thinwire: error: …``, and exit code 2. An interrupt
-is exit code 130, whenever it comes. Hence nothing slow is imported before ``main``.
+is exit code 130, whenever it comes. Hence nothing slow is imported before ``main``. Where nobody
+reads stdout any more, as behind ``| head``, a run goes on; all else ends with exit code 141.
 """
 
 from __future__ import annotations
@@ -26,23 +27,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from thinwire.train.config import ConfigError
 
         try:
-            if words[:1] == ["bench"]:
-                from thinwire.bench.arguments import run as bench
+            code = _run(words)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            from thinwire.train.streams import drop
 
-                return bench(words[1:])
-            if words[:1] == ["selftest"]:
-                from thinwire.selftest import run as selftest
-
-                return selftest(words[1:])
-            from thinwire.train.arguments import run
-
-            return run(words)
+            drop(sys.stdout)  # what is left would be written at the exit
+            return 128 + signal.SIGPIPE
         except ConfigError as error:
             print(f"thinwire: error: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("thinwire: stopped", file=sys.stderr)
             return 130
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["bench"]:
+        from thinwire.bench.arguments import run as bench
+
+        return bench(words[1:])
+    if words[:1] == ["selftest"]:
+        from thinwire.selftest import run as selftest
+
+        return selftest(words[1:])
+    from thinwire.train.arguments import run
+
+    return run(words)
 
 
 @contextlib.contextmanager

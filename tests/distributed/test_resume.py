@@ -83,6 +83,34 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         assert sum(link["rested"] for link in summary["links"]) > 0
 
 
+BUDGETS = {  # of the run, and of its two resumptions
+    "to disk, and back": ("", "--ref.budget=7kb", "--ref.budget=1gb"),
+    "from disk": ("--ref.budget=7kb", "--ref.budget=none", "--ref.budget=9kb"),
+    "within a bound of the disk": ("--ref.disk=4kb", "--ref.budget=7kb", "--ref.budget=1gb"),
+    "with checkpoints": ("--checkpoint.every=2", "--ref.budget=7kb", "--ref.budget=none"),
+}
+
+
+@pytest.mark.parametrize("case", BUDGETS)
+def test_another_budget_of_ram_in_a_resumed_run_changes_no_result(
+    case: str, pool: Pool, tmp_path: Path
+) -> None:
+    before, *resumed = BUDGETS[case]
+    options = [*TINY, "--data.path", text_in(tmp_path), *before.split()]
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    pool.run(run, options, whole, world_size=2)
+    pool.run(run, options, cut, ending=Ending(stop_at=4), world_size=2)
+    for words, ending in zip(resumed, (Ending(stop_at=3), Ending()), strict=True):
+        found = pool.run(run, [words], cut, resumed=True, ending=ending, world_size=2)
+        assert "dropped" not in found[0].shown
+    assert found[0].how == "complete", found[0]
+    assert records(Path(whole)) == records(Path(cut))
+    assert results(Path(whole)) == results(Path(cut))
+    assert digests(Path(whole), ("model", "optim")) == digests(Path(cut), ("model", "optim"))
+    # what no checkpoint needs is not left on the disk
+    assert bool([*Path(cut).glob("rank-*/references")]) == ("checkpoint" in before)
+
+
 def test_each_rank_with_a_disk_of_its_own_resumes_from_it(pool: Pool, tmp_path: Path) -> None:
     options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=4"]
     apart = {rank: str(tmp_path / f"machine-{rank}" / "run") for rank in range(2)}

@@ -18,6 +18,21 @@ def test_a_plan_names_the_schemes_of_each_edge() -> None:
     assert [str(s) for s in plan.schemes(1) or ()] == ["int2", "int4:symmetric"]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "resting", "scheme"),
+    [
+        (2.9, False, "tile"),
+        (3, False, "delta(int4)"),
+        (1.9, True, "tile"),
+        (2, True, "delta(int4)"),
+    ],
+)
+def test_the_default_remembers_where_enough_visits_recur(
+    epochs: float, resting: bool, scheme: str
+) -> None:
+    assert tw.default_forward(epochs, resting=resting) == scheme
+
+
 def test_an_edge_that_is_off_has_no_schemes() -> None:
     assert tw.Plan("off", "off").schemes(0) is None
 

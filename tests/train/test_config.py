@@ -128,7 +128,7 @@ BAD_FILES = [
     ("[model]\ndims = 1\n", "unknown setting 'model.dims'; did you mean 'model.dim'?"),
     ("npro = 1\n", "unknown setting 'npro'; did you mean 'nproc'?"),
     ('[model]\ndim = "wide"\n', "model.dim = 'wide' is not a whole number"),
-    ("[model]\ndim = true\n", "model.dim = True is not a whole number"),
+    ("[model]\ndim = true\n", "model.dim = true is not a whole number"),
     ('[link]\ntransport = "glo"\n', "unknown value 'glo'; did you mean 'gloo'?"),
     ("model = 3\n", "unknown setting 'model'"),
     ("[model\n", "is no valid TOML"),
@@ -238,6 +238,7 @@ def test_rates_and_latencies_are_read_in_their_usual_spellings() -> None:
         return config.LinkConfig(rate=rate, latency=latency)
 
     assert config.link_rate(link("100mbit")) == 100e6
+    assert config.link_rate(link("30m")) == 30e6
     assert config.link_rate(link("1gbit")) == 1e9
     assert config.link_rate(link("300 Mbit/s")) == 300e6
     assert config.link_rate(link("none")) is None

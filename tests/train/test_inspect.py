@@ -42,18 +42,26 @@ def test_progress_checkpoints_references_and_traffic_are_shown(
     sample = KEEPINGS["int8"].nbytes(16 * 16)  # context × dim; the last one is shorter
     assert (sender["keys"] - 1) * sample < sender["bytes"] <= sender["keys"] * sample
     assert sender["precision"] == "int8"
-    assert 0 < sender["hits"] < 1
+    assert 0 < sender["hits"] == receiver["hits"] == found["links"][0]["hit_rate"] < 1
+    rows = [sum(f.stat().st_size for f in folder.glob(f"rank-{r}/references/*")) for r in range(2)]
+    assert [one["bytes"] for one in found["reference_files"]] == rows
+    assert min(rows) > sender["bytes"]
     assert [link["messages"] for link in found["links"]] == [6 * 4, 6 * 4]
     assert found["versions"].keys() == {"torch", "python", "thinwire"}
 
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
-    for part in ("step 7 of 9, not complete", "model.safetensors is missing", "forward 0→1"):
+    for part in (
+        "step 7 of 9, not complete",
+        "model.safetensors is missing",
+        "forward 0→1",
+        "references on disk",
+    ):
         assert part in shown
     assert f"goes on after step 6 with: thinwire train --resume {folder}" in shown
 
 
-@pytest.mark.parametrize("words", [["nowhere"], ["."], [], [".", "--jsn"]])
+@pytest.mark.parametrize("words", [["nowhere"], ["."], ["file"], [], [".", "--jsn"]])
 def test_what_is_no_run_is_one_line_and_exit_code_2(
     words: list[str],
     tmp_path: Path,
@@ -61,6 +69,7 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert main(["inspect", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -106,6 +106,7 @@ def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
         assert cpu["codec_share"] == pytest.approx(cpu["codec_ms"] / cpu["step_ms"])
     assert report.compression_sentence(summary["cpu"]) in result.stdout
     assert "validation loss" in result.stdout
+    assert result.stdout.startswith("forward tile, since 0.25 epochs are planned\n")
 
 
 def test_a_written_config_repeats_the_run_exactly(tmp_path: Path) -> None:
@@ -139,6 +140,22 @@ def test_json_is_the_only_thing_on_stdout(tmp_path: Path) -> None:
     result = run(*TINY, "--link.transport", "memory", "--json", "--out", "run", cwd=tmp_path)
     assert json.loads(result.stdout) == summary_of(tmp_path / "run")
     assert "validation loss" in result.stderr
+
+
+def test_a_run_goes_on_where_nobody_reads_its_stdout_any_more(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(*TINY, "--link.transport", "memory", "--json", "--out", "run"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()  # as head does once it has its lines
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert errors.splitlines()[-1] == "thinwire: stdout is closed; the run goes on, see its folder"
+    assert summary_of(tmp_path / "run")["steps"] == 4
 
 
 def test_compare_makes_three_runs_and_one_comparison(tmp_path: Path) -> None:
@@ -267,15 +284,18 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     wait_until_gone(workers, 1)
 
 
-def test_an_interrupt_stops_a_run_that_can_be_resumed_and_ends_all_workers(
-    tmp_path: Path,
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, ""), (signal.SIGHUP, " by SIGHUP")])
+def test_what_a_terminal_sends_stops_a_run_that_can_be_resumed_and_ends_all_workers(
+    number: int, by: str, tmp_path: Path
 ) -> None:
     process = start_long_run(tmp_path)
     workers = workers_of(process.pid)
-    process.send_signal(signal.SIGINT)
+    for pid in (*workers, process.pid):  # the workers are in its group
+        os.kill(pid, number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     last = errors.splitlines()[-1]
+    assert last.startswith(f"thinwire: stopped{by} at step ")
     assert last.endswith(" of 100000; go on with: thinwire train --resume run")
     assert "Traceback" not in errors
     wait_until_gone(workers, 1)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.distributed import runs
 from tests.distributed.pool import Pool
 from tests.train.test_launch import run, start_long_run
 from thinwire.train import stop
-from thinwire.train.stop import Stop, torchrun_command
+from thinwire.train.stop import Stop, at_once_line, heeded, torchrun_command
 
 
 def test_a_run_that_sigterm_stopped_goes_on_as_if_nothing_had_happened(
@@ -82,7 +83,7 @@ def test_a_signal_ends_a_run_at_once_where_nothing_can_be_lost(
     pipeline: Any = Pipeline()
     with watched.training(pipeline, tmp_path):
         pass
-    assert watched.closing
+    assert watched.phase == "closing"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert pipeline.asked == 0
@@ -96,6 +97,44 @@ def test_a_run_that_is_asked_before_its_first_step_stops_after_it(tmp_path: Path
     with early.training(pipeline, tmp_path):
         assert pipeline.asked == 1
     assert notes == [("training", tmp_path), ("closing", tmp_path)]
+
+
+def phases(rank: int, world_size: int, options: list[str], folder: str) -> list[tuple[str, bool]]:
+    """The phases of a run, each with whether it has its summary."""
+    told: list[tuple[str, bool]] = []
+    stop = Stop(lambda phase, own: told.append((phase, (own / "summary.json").exists())))
+    screen = Console(quiet=True)
+    runs._run(rank, world_size, options, Path(folder), False, False, screen, stop)
+    return told
+
+
+def test_a_run_is_complete_once_it_has_its_summary(pool: Pool, tmp_path: Path) -> None:
+    options = [*runs.TINY, "--data.path", runs.text_in(tmp_path), "--link.transport=memory"]
+    (told,) = pool.run(phases, options, str(tmp_path / "run"), world_size=1)
+    assert told == [("training", False), ("closing", False), ("complete", True)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "line"),
+    [
+        (None, "thinwire: stopped"),
+        ("training", "thinwire: stopped"),
+        ("closing", "thinwire: stopped; the last step is saved, go on with: RESUME run"),
+        ("complete", "thinwire: stopped; the run in run is complete"),
+    ],
+)
+def test_a_complete_run_is_not_to_be_gone_on_with(phase: str | None, line: str) -> None:
+    known = None if phase is None else (phase, Path("run"))
+    assert at_once_line(signal.SIGINT, known, lambda folder: f"RESUME {folder}") == line
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_so() -> None:
+    assert signal.SIGHUP in heeded()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert heeded() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_under_torchrun_the_command_to_resume_is_torchruns() -> None:

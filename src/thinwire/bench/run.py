@@ -21,8 +21,9 @@ from thinwire.bench.timing import Task, Timing
 from thinwire.codecs import Codec
 from thinwire.errors import SpecError
 from thinwire.native import library
-from thinwire.train.config import ConfigError, one_line
+from thinwire.train.config import ConfigError
 from thinwire.train.size import physical_memory
+from thinwire.train.words import one_line
 
 COPIES_A_ROUND = 4
 

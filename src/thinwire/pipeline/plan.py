@@ -11,15 +11,17 @@ from thinwire.schemes import Scheme, scheme
 OFF = "off"
 #: Epochs from which remembering samples pays: before, most of their visits are first ones.
 _DELTA_FROM = 3
+_RESTING_FROM = 2  # after their first visit they cost nothing at all
 
 
-def default_forward(epochs: float) -> str:
+def default_forward(epochs: float, *, resting: bool = False) -> str:
     """The scheme of the activations for a run of so many epochs.
 
     Below three the traffic is mostly first visits, which ``delta`` sends in 8 bits: ``tile`` sends
-    every visit in 4, and remembers nothing.
+    every visit in 4, and remembers nothing. ``resting``: stages are frozen that compute and send
+    each sample once, if the end behind them remembers it; then ``delta`` pays from two on.
     """
-    return "delta(int4)" if epochs >= _DELTA_FROM else "tile"
+    return "delta(int4)" if epochs >= (_RESTING_FROM if resting else _DELTA_FROM) else "tile"
 
 
 @dataclasses.dataclass(frozen=True)

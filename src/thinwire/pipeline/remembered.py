@@ -45,8 +45,10 @@ class Storage:
     """Where a rank keeps the references of its links, and how many bytes of them.
 
     ``ram``: bytes in RAM, None without bound. ``folder``: a folder of this pipeline and rank alone
-    for those that do not fit, and for checkpoints; None: RAM alone. ``disk``: bytes there, None
-    without bound. ``copies``: slots that a reference may take on disk; a checkpoint keeps old ones.
+    for those that do not fit, and for checkpoints; None: RAM alone, and ``ram`` then bounds how
+    many samples are remembered: the others are sent as values. ``disk``: bytes there, None without
+    bound; it bounds what is remembered wherever it lies. ``copies``: slots that a reference may
+    take on disk, as checkpoints keep old ones. Bounds count slots, up to an eighth larger.
 
     A link holds as much as the end that has less room can.
     """

@@ -16,6 +16,7 @@ from thinwire.spec import nearest
 from thinwire.train import config as configuration
 from thinwire.train import launch, override
 from thinwire.train.config import Config, ConfigError, Setting
+from thinwire.train.words import typed
 
 _EXAMPLES = """examples:
   thinwire train                                    the embedded text, two processes, 100 Mbit/s
@@ -94,6 +95,8 @@ def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
     values = {name: configuration.from_text(known[name], text) for name, text in given.items()}
     if run is None:
         read = configuration.read_toml(Path(path)) if path else {}
+        if "train.epochs" in values:  # else the file's steps would go on replacing them
+            read.pop("train.steps", None)
         return configuration.build(read | values), None
     if path is not None:
         raise ConfigError(f"--resume {run} has its own settings; leave {path} out")
@@ -149,7 +152,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
 
 
 def _help(entry: Setting) -> str:
-    default = str(entry.default).lower() if entry.kind is bool else entry.default
+    default = typed(entry.default)
     choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
     shown = "" if entry.default is None else f" (default {default})"
     return f"{entry.help}{choices}{shown}".replace("%", "%%")

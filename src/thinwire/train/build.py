@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.train import data, disk, model, storage
+from thinwire.train import data, disk, model, pace, storage
 from thinwire.train.config import (
     BY_EPOCHS,
     Config,
@@ -21,6 +21,7 @@ from thinwire.train.config import (
     link_latency,
     link_rate,
 )
+from thinwire.train.words import counted
 
 QUICK_TRAIN, QUICK_VALIDATION = 256, 64  # samples that --quick uses
 
@@ -77,16 +78,40 @@ class Run:
         return math.ceil(self.steps / self.steps_per_epoch)
 
 
-def planned(config: Config, text: data.Text) -> Config:
-    """``config`` with the forward scheme that suits the number of epochs, if none was chosen."""
+def planned(
+    config: Config, text: data.Text, say: Callable[[str], None] = lambda line: None
+) -> Config:
+    """``config`` with the forward scheme that suits the number of epochs, if none was chosen.
+
+    ``say`` is told which, and why.
+    """
     if config.plan.forward != BY_EPOCHS:
         return config
     training, _ = cut(config, text)
     parts = config.pipeline.microbatches
     epoch = max(1, data.steps_per_epoch(len(training), config.train.batch, parts))
     epochs = config.train.epochs if config.train.steps is None else config.train.steps / epoch
-    plan = dataclasses.replace(config.plan, forward=tw.default_forward(epochs))
-    return dataclasses.replace(config, plan=plan)
+    forward = tw.default_forward(epochs, resting=may_rest(config))
+    why = "1 epoch is planned" if epochs == 1 else f"{epochs:.3g} epochs are planned"
+    if forward != tw.default_forward(epochs):
+        why += " and frozen stages can rest"
+    say(f"forward {forward}, since {why}")
+    return dataclasses.replace(config, plan=dataclasses.replace(config.plan, forward=forward))
+
+
+def may_rest(config: Config) -> bool:
+    """Whether stages that are frozen as a whole can rest, where the next link's end remembers."""
+    if config.model.dropout or not config.pipeline.skip_frozen:
+        return False
+    frozen, stages = config.train.frozen, config.num_stages
+    return any(
+        not model.learns(config.model, link.edge, stages, frozen) for link in pace.links_of(config)
+    )
+
+
+def remembers(spec: str) -> bool:
+    """Whether the ends of a link with this scheme remember samples."""
+    return spec != "off" and tw.scheme(spec).needs_keys
 
 
 def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
@@ -97,7 +122,7 @@ def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
     training, validation = cut(config, text)
     if len(training) < config.pipeline.microbatches:
         raise ConfigError(
-            f"{text.source}: {len(training)} samples of training text, fewer than the "
+            f"{text.source}: {counted(len(training), 'sample')} of training text, fewer than the "
             f"{config.pipeline.microbatches} micro-batches of a step; give more text or lower "
             "--model.context"
         )

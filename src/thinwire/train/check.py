@@ -18,11 +18,11 @@ from thinwire.train.config import (
     ConfigError,
     link_latency,
     link_rate,
-    one_line,
     parse_size,
     settings,
 )
 from thinwire.train.size import check_size
+from thinwire.train.words import counted, one_line
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
 ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # these work through micro-batches in rounds
@@ -55,7 +55,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     _check_pipeline(config)
     link_rate(config.link)
     link_latency(config.link)
-    for name, size in (("ref.budget", config.ref.budget), ("ref.disk", config.ref.disk)):
+    for name, size in (("--ref.budget", config.ref.budget), ("--ref.disk", config.ref.disk)):
         if size is not None:
             parse_size(size, name)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
@@ -149,18 +149,19 @@ def _check_pipeline(config: Config) -> None:
         )
     if stages != nproc * (pipeline.stages_per_rank or 1):
         raise ConfigError(
-            f"pipeline.stages {stages} on {nproc} processes with "
+            f"pipeline.stages {stages} on {counted(nproc, 'process')} with "
             f"{pipeline.stages_per_rank} a process doesn't come out even; "
             "set --pipeline.stages to a multiple of --nproc"
         )
     if stages > config.model.layers:
         raise ConfigError(
-            f"{stages} stages but model.layers is {config.model.layers}: a stage needs a layer; "
-            "lower --nproc or --pipeline.stages, or raise --model.layers"
+            f"{counted(stages, 'stage')} but model.layers is {config.model.layers}: a stage needs "
+            "a layer; lower --nproc or --pipeline.stages, or raise --model.layers"
         )
     if name == "ZBV" and stages != 2 * nproc:
         raise ConfigError(
-            f"pipeline.schedule ZBV needs two stages a process, {2 * nproc} for {nproc} processes, "
+            f"pipeline.schedule ZBV needs two stages a process, {2 * nproc} for "
+            f"{counted(nproc, 'process')}, "
             f"but pipeline.stages is {stages}"
         )
     if name in ONE_STAGE_A_RANK and stages != nproc:
@@ -174,20 +175,22 @@ def _check_pipeline(config: Config) -> None:
 def _check_microbatches(name: str, parts: int, stages: int, nproc: int, batch: int) -> None:
     if batch < parts:
         raise ConfigError(
-            f"train.batch {batch} can't be cut into {parts} micro-batches; "
+            f"train.batch {batch} can't be cut into "
+            f"{counted(parts, 'micro-batch')}; "
             f"raise --train.batch or set --pipeline.microbatches {batch}"
         )
     if name != "GPipe" and parts < stages:
+        found = f"{counted(parts, 'micro-batch')} for {counted(stages, 'stage')}"
         raise ConfigError(
-            f"{parts} micro-batches for {stages} stages: {name} needs at least as many; "
+            f"{found}: {name} needs at least as many; "
             f"raise --pipeline.microbatches to {stages} or use --pipeline.schedule GPipe"
         )
     rounds = max(1, parts // nproc)
     if name in ROUNDS and parts % rounds:
         even = next(n for n in range(parts, 0, -1) if n % max(1, n // nproc) == 0)
         raise ConfigError(
-            f"pipeline.schedule {name} on {nproc} processes can't run {parts} micro-batches in "
-            f"equal rounds; set --pipeline.microbatches {even}"
+            f"pipeline.schedule {name} on {counted(nproc, 'process')} can't run {parts} "
+            f"micro-batches in equal rounds; set --pipeline.microbatches {even}"
         )
 
 

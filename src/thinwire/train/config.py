@@ -20,6 +20,7 @@ from typing import Any
 
 from thinwire.network.emulate import parse_latency, parse_rate
 from thinwire.spec import nearest
+from thinwire.train.words import one_line, printable, typed
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
@@ -91,7 +92,8 @@ class LinkConfig:
 class PlanConfig:
     forward: str = setting(
         BY_EPOCHS,
-        "codec or scheme of the activations; default: delta(int4) from 3 epochs on, else tile",
+        "codec or scheme of the activations; default: delta(int4) from 3 epochs on, "
+        "or from 2 on where a frozen stage can rest, else tile",
     )
     backward: str = setting("int8", "codec or scheme of the gradients")
 
@@ -260,7 +262,8 @@ def _from_toml(setting: Setting, value: Any, path: Path) -> Any:
         return float(value) if abs(value) < 2**63 else math.inf
     if type(value) in kinds:
         return _chosen(setting, value, f"{path}: {setting.name}")
-    raise ConfigError(f"{path}: {setting.name} = {value!r} is not {_described(setting)}")
+    shown = typed(value) if isinstance(value, bool) else repr(value)
+    raise ConfigError(f"{path}: {setting.name} = {shown} is not {_described(setting)}")
 
 
 def from_text(setting: Setting, text: str) -> Any:
@@ -371,15 +374,3 @@ def parse_size(text: str, name: str) -> int:
     if not 1 <= size < 2**60:
         raise ConfigError(f"{name} is {text}; it must be at least a byte, and below 2^60")
     return int(size)
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an exception on one line."""
-    return printable(" ".join(str(error).split()))
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters, newlines among them, as the escapes of Python."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )

@@ -6,8 +6,9 @@ with its digest.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from rich.table import Table
 
 from thinwire.counters import LinkCounters, link_name
 from thinwire.train import config as configuration
-from thinwire.train import disk, home, metrics, report
+from thinwire.train import disk, home, metrics, report, storage
 from thinwire.train.checkpoint import key_of
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.stop import resume_command
+from thinwire.train.words import counted
 
 
 def inspect(folder: Path, as_json: bool) -> int:
     """Show what is known of the run in ``folder``; returns the exit code. Raises ConfigError."""
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; name the folder of a run")
     document = describe(folder)
     screen = report.console(to_stderr=False)
     if as_json:
@@ -41,7 +45,8 @@ def describe(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder} holds compared runs; inspect one of them, as {folder / 'compressed'}"
         )
-    states, intact = _parts(folder, known)
+    parts = list(dict.fromkeys([folder, *map(Path, known.get("parts", []))]))
+    states, intact = _parts(parts, known["run"])
     newest = _newest_complete(intact)
     links = _links(newest)
     trained = [one["step"] for one in metrics.read_metrics(folder) if "loss" in one]
@@ -57,6 +62,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "resumable_step": newest[0].manifest["step"] if newest else None,
         "checkpoints": states,
         "references": _references(newest, links),
+        "reference_files": _reference_files(parts),
         "links": links,
         "versions": newest[0].manifest["versions"] if newest else None,
     }
@@ -73,14 +79,14 @@ def _shape(config: Config) -> dict[str, Any]:
     }
 
 
-def _parts(folder: Path, known: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[disk.Part]]:
+def _parts(folders: Iterable[Path], run: str) -> tuple[list[dict[str, Any]], list[disk.Part]]:
     """The state of every part on this machine, and those that are intact."""
     states: list[dict[str, Any]] = []
     intact: list[disk.Part] = []
-    for parts in dict.fromkeys([folder, *map(Path, known.get("parts", []))]):
+    for parts in folders:
         for rank, ranks_own in disk.rank_folders(parts).items():
             for step, path in disk.step_folders(ranks_own).items():
-                state = _state(path, known["run"], intact)
+                state = _state(path, run, intact)
                 if path.exists():  # a run that goes on has just deleted it
                     states.append({"rank": rank, "step": step, **state})
             states += [
@@ -132,8 +138,8 @@ def _links(parts: Sequence[disk.Part]) -> list[dict[str, Any]]:
 def _references(
     parts: Sequence[disk.Part], links: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The references of all ends of links, with the share of visits that found one: ``hits``."""
-    shares = {(link["edge"], link["direction"]): _hits(link) for link in links}
+    """The references of all ends of links, with the share of values that met one: ``hits``."""
+    shares = {(link["edge"], link["direction"]): link["hit_rate"] for link in links}
     return [
         {
             "rank": part.manifest["rank"],
@@ -148,12 +154,18 @@ def _references(
 _SHOWN = ("edge", "direction", "role", "scheme", "keys", "bytes", "precision")
 
 
-def _hits(link: Mapping[str, Any]) -> float | None:
-    """The share of a link's values that were sent against a reference; None where there is none."""
-    values = {kind: part["values"] for kind, part in link["kinds"].items()}
-    found = values.get("change", 0) + values.get("reseed", 0)
-    visits = found + values.get("first", 0)
-    return found / visits if visits else None
+def _reference_files(parts: Iterable[Path]) -> list[dict[str, Any]]:
+    """The files on this machine in which all checkpoints of a rank have their references."""
+    found = []
+    for folder in parts:
+        for rank, ranks_own in disk.rank_folders(folder).items():
+            sizes = []
+            for file in storage.row_files(ranks_own / disk.REFERENCES):
+                with contextlib.suppress(FileNotFoundError):  # a run that ends has just deleted it
+                    sizes.append(file.stat().st_size)
+            if sizes:
+                found.append({"rank": rank, "files": len(sizes), "bytes": sum(sizes)})
+    return found
 
 
 def _show(document: Mapping[str, Any], screen: Console) -> None:
@@ -169,8 +181,9 @@ def _show(document: Mapping[str, Any], screen: Console) -> None:
     plan = document["plan"]
     line(
         f"plan: forward {plan['forward']}, backward {plan['backward']}; "
-        f"{document['stages']} stages on {document['processes']} processes, "
-        f"{document['schedule']}, {document['microbatches']} micro-batches, {document['transport']}"
+        f"{counted(document['stages'], 'stage')} on {counted(document['processes'], 'process')}, "
+        f"{document['schedule']}, {counted(document['microbatches'], 'micro-batch')}, "
+        f"{document['transport']}"
     )
     if document["versions"]:
         line("versions: " + ", ".join(f"{n} {v}" for n, v in document["versions"].items()))
@@ -178,6 +191,9 @@ def _show(document: Mapping[str, Any], screen: Console) -> None:
         screen.print(_checkpoint_table(document["checkpoints"]))
     if document["references"]:
         screen.print(_reference_table(document["references"]))
+    if files := document["reference_files"]:
+        sizes = ", ".join(f"rank {one['rank']} {storage.bytes_text(one['bytes'])}" for one in files)
+        line(f"references on disk, beside the checkpoints: {sizes}")
     if document["links"]:
         screen.print(report.link_table(document["links"]))
     if document["resumable_step"] is not None and not document["complete"]:

@@ -13,6 +13,9 @@ _WARM_UP = {"1F1B": 1, "InterleavedZeroBubble": 1, "Interleaved1F1B": 2}  # a st
 _ALL_AHEAD = ("GPipe", "LoopedBFS")
 
 
+_UNCERTAIN = 0.2  # of an estimate, beside what was measured
+
+
 def crossings(config: Config, hops: int) -> int:
     """One-way latencies of a step whose compute takes no time; ``hops`` edges cross a link.
 
@@ -27,6 +30,12 @@ def crossings(config: Config, hops: int) -> int:
         ahead = _WARM_UP[pipeline.schedule]
         return _one_forward_one_backward(stages, pipeline.microbatches, ahead) + agreement
     return 2 * hops * _rounds(config) + agreement
+
+
+def least_crossings(config: Config, hops: int) -> int:
+    """As ``crossings``, but no estimate above what there is."""
+    found = crossings(config, hops)
+    return found if config.nproc == config.num_stages else int((1 - _UNCERTAIN) * found)
 
 
 def waits_for_gradients(config: Config) -> bool:

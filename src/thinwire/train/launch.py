@@ -24,7 +24,8 @@ from typing import Any
 from thinwire.train import check
 from thinwire.train import config as configuration
 from thinwire.train.config import Config
-from thinwire.train.stop import SIGNALS, at_once_line, phase_in, resume_command, say
+from thinwire.train.stop import SIGNALS, at_once_line, heeded, phase_in, resume_command, say
+from thinwire.train.streams import lasting
 
 _GRACE_S = 8.0  # a dead peer is seen in under a second, a silent one takes its deadline
 _STOP_S = 3.0
@@ -37,6 +38,7 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
+@lasting()
 def train(config: Config, resume_from: Path | None = None) -> int:
     """Check the configuration, run it, and return the exit code.
 
@@ -49,9 +51,10 @@ def train(config: Config, resume_from: Path | None = None) -> int:
     config = check.resolved(config)
     check.check_out(config)
     check.check_plan(config)
-    from thinwire.train import build, data, home
+    from thinwire.train import build, data, home, report
 
-    config = build.planned(config, data.load(config.data, config.model.context))
+    text = data.load(config.data, config.model.context)
+    config = build.planned(config, text, report.note(config))
     if resume_from is not None:
         home.read(resume_from)
     folder = resume_from or home.create(config)
@@ -59,10 +62,7 @@ def train(config: Config, resume_from: Path | None = None) -> int:
         try:
             return _run_workers(config, folder, resume_from is not None, Path(name), signals)
         except _EndedAtOnce as ended:
-            phase = phase_in(Path(name))
-            closing = phase is not None and phase[0] == "closing"
-            command = resume_command(phase[1]) if phase is not None and closing else None
-            say(at_once_line(ended.number, command))
+            say(at_once_line(ended.number, phase_in(Path(name)), resume_command))
             return 128 + ended.number
 
 
@@ -137,7 +137,7 @@ class _EndedAtOnce(BaseException):
 
 
 class _Signals:
-    """An interrupt and SIGTERM while workers run: the first one in training asks them to stop.
+    """What stops a run while workers do it: the first one in training asks them to.
 
     Any other raises ``_EndedAtOnce``, so that what was started is ended and cleared away.
     """
@@ -148,7 +148,7 @@ class _Signals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
-        self._previous = {number: signal.signal(number, self._take) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, self._take) for number in heeded()}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -164,11 +164,8 @@ class _Signals:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Block interrupts: processes started meanwhile never see them, ours come afterwards."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    """Block what a terminal sends: processes started meanwhile never see it, ours comes later."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from thinwire.train import data, disk
+from thinwire.train import data, disk, storage
 from thinwire.train.build import Place, Run, build
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config, TrainConfig
@@ -40,7 +40,8 @@ def train(
 def _train(
     config: Config, text: data.Text, place: Place, home: Home, screen: Console, stop: Stop
 ) -> dict[str, Any]:
-    run = build(config, text, place, disk.rank_folder(home.parts, place.rank))
+    own = disk.rank_folder(home.parts, place.rank)
+    run = build(config, text, place, own)
     own_folder = home.folder if place.rank == 0 else None
     counts = len(run.training), len(run.validation)
     screen.print(opening(config, text, *counts, run.steps), soft_wrap=True, markup=False)
@@ -64,8 +65,12 @@ def _train(
     }
     summary = summarise(config, text, run.pipeline, journal, losses, run.steps, run.epochs)
     run.pipeline.close()
+    last = next(reversed(list(disk.parts(own))), None)
+    if last is None or not last.manifest["pipeline"]["references"]:
+        storage.discard(own / disk.REFERENCES)
     if own_folder is not None:
         write_json(own_folder / SUMMARY, summary)
+    stop.complete(home.folder)
     closing(screen, summary, home.folder)
     return summary
 

@@ -170,6 +170,12 @@ def _initialise(name: str, parameter: nn.Parameter, config: ModelConfig, seed: i
         parameter.uniform_(-bound, bound, generator=generator)
 
 
+def learns(config: ModelConfig, stage_index: int, num_stages: int, frozen: int) -> bool:
+    """Whether anything up to the end of a stage is to learn, where the first ``frozen`` blocks are
+    not: then gradients cross the edge behind it."""
+    return layers_of_stage(config.layers, stage_index, num_stages).stop > frozen
+
+
 def boundary_args(
     config: ModelConfig, stage_index: int, num_stages: int, rows: int, frozen: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -179,9 +185,9 @@ def boundary_args(
     """
 
     def hidden(stage: int) -> Tensor:
-        learns = layers_of_stage(config.layers, stage, num_stages).stop > frozen
         shape = (rows, config.context, config.dim)
-        return torch.empty(shape, device="meta", requires_grad=learns)
+        has_gradient = learns(config, stage, num_stages, frozen)
+        return torch.empty(shape, device="meta", requires_grad=has_gradient)
 
     tokens = torch.empty(rows, config.context, dtype=torch.int64, device="meta")
     logits = torch.empty(rows, config.context, VOCABULARY, device="meta", requires_grad=True)

@@ -9,10 +9,19 @@ from typing import Any
 from thinwire.train import config as configuration
 from thinwire.train import metrics
 from thinwire.train.config import Config, ConfigError, Setting
+from thinwire.train.words import typed
 
 _SECTIONS = ("pipeline", "link", "plan", "checkpoint")
-# data.path: another machine has the text elsewhere; its digest is compared
-_SINGLE = ("nproc", "threads", "device", "json", "data.path", "train.epochs", "train.steps")
+_SINGLE = (
+    "nproc",
+    "threads",
+    "device",
+    "json",
+    "data.path",  # another machine has the text elsewhere; its digest is compared
+    "train.epochs",
+    "train.steps",
+    "train.log_every",
+)
 
 
 def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Config:
@@ -33,7 +42,8 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
     before = configuration.build(values)
     for entry in changed(before, configuration.build(values | given)):
         raise ConfigError(
-            f"--{entry.name} can't change in a resumed run, where it is {entry.of(before)}; "
+            f"--{entry.name} can't change in a resumed run, where it is "
+            f"{typed(entry.of(before))}; "
             "begin a new run for that"
         )
     for name in _outdated(values, given, world_size):
@@ -45,8 +55,22 @@ def changed(before: Config, now: Config) -> Iterator[Setting]:
     """The settings that differ though they say what is trained."""
     for entry in configuration.settings():
         free = entry.name in _SINGLE or entry.name.partition(".")[0] in _SECTIONS
-        if not free and entry.name != "out" and entry.of(before) != entry.of(now):
+        free = free or entry.name == "out" or (entry.name in _REFERENCES and _may(before, entry))
+        if not free and entry.of(before) != entry.of(now):
             yield entry
+
+
+_REFERENCES = ("ref.budget", "ref.disk")
+
+
+def _may(before: Config, entry: Setting) -> bool:
+    """Whether a bound of references may change: that of the disk says how many samples are
+    remembered, that of RAM only where there is no disk."""
+    plan, disk = before.plan, before.ref.disk
+    if not any(spec.startswith("delta") for spec in (plan.forward, plan.backward)):
+        return True
+    ram_alone = disk is not None and configuration.parse_size(disk, "--ref.disk") == 0
+    return entry.name == "ref.budget" and not ram_alone
 
 
 def _outdated(
@@ -63,4 +87,6 @@ def _outdated(
         outdated |= {per_rank}
     if per_rank in given or "pipeline.schedule" in given:
         outdated |= {stages, per_rank}
+    if "train.epochs" in given:  # else the steps would go on replacing them
+        outdated |= {"train.steps"}
     return sorted(outdated - set(given))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,20 +16,35 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from thinwire.counters import link_name
-from thinwire.train.config import Config
+from thinwire.train.build import may_rest, remembers
+from thinwire.train.config import Config, link_rate
 from thinwire.train.data import Text
 from thinwire.train.model import parameter_count
-from thinwire.train.storage import slow_disk
+from thinwire.train.storage import disk_sentence, no_room, slow_disk
+from thinwire.train.words import counted
 
 _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns
 _REFRESH_S = 0.2
+
+
+class _Console(Console):
+    """rich's, but it leaves to its caller that the other end of a pipe is gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  the BrokenPipeError, of which this is called
 
 
 def console(to_stderr: bool, quiet: bool = False) -> Console:
     """Where a run talks to: stdout, stderr with ``--json``, nowhere on ranks other than 0."""
     stream = sys.stderr if to_stderr else sys.stdout
     width = None if stream.isatty() else _PLAIN_WIDTH
-    return Console(file=stream, width=width, quiet=quiet, highlight=False)
+    return _Console(file=stream, width=width, quiet=quiet, highlight=False)
+
+
+def note(config: Config, quiet: bool = False) -> Callable[[str], None]:
+    """Shows a line where a run talks to."""
+    screen = console(config.json, quiet)
+    return lambda line: screen.print(line, soft_wrap=True, markup=False)
 
 
 class LiveLine:
@@ -97,27 +113,41 @@ def opening(
     """The lines with which a run begins: what is trained, on what text, over which links."""
     pipeline, link = config.pipeline, config.link
     left_out = training_samples % config.train.batch
-    emulated = "not emulated" if link.rate == "none" else f"{link.rate}, {link.latency}, emulated"
+    emulated = f"{link.rate}, {link.latency}, emulated"
+    if link_rate(link) is None:
+        emulated = "not emulated"
     shown = (
-        f"model: {parameter_count(config.model):,} parameters in {pipeline.stages} stages on "
-        f"{config.nproc} processes; {pipeline.schedule}, {pipeline.microbatches} micro-batches\n"
-        f"text: {text.source}, {training_samples:,} samples to train and {validation_samples:,} "
-        f"to validate, sha256 {text.sha256[:12]}\n"
+        f"model: {parameter_count(config.model):,} parameters in {shape_text(config)}\n"
+        f"text: {text.source}, {counted(training_samples, 'sample')} to train and "
+        f"{validation_samples:,} to validate, sha256 {text.sha256[:12]}\n"
         f"links: {link.transport}, {emulated}; forward {config.plan.forward}, "
         f"backward {config.plan.backward}\n"
-        f"training: {steps:,} steps of {config.train.batch} samples on {config.device}"
+        f"training: {counted(steps, 'step')} of {counted(config.train.batch, 'sample')} on "
+        f"{config.device}"
     )
     if config.train.frozen:
         shown += f"; the embedding and {config.train.frozen} of {config.model.layers} blocks frozen"
+        recurs = steps * config.train.batch > training_samples
+        if recurs and may_rest(config) and not remembers(config.plan.forward):
+            shown += f"\nnote: no frozen stage can rest: {config.plan.forward} remembers no samples"
     if text.skipped:
         reasons = ", ".join(f"{number:,} {why}" for why, number in text.skipped.items())
         shown += f"\nnote: files skipped in {text.source}: {reasons}"
     if 0 < left_out < pipeline.microbatches:
         shown += (
-            f"\nnote: {left_out} samples, too few for {pipeline.microbatches} micro-batches, are "
-            "left out of each epoch, others each time"
+            f"\nnote: each epoch leaves out {counted(left_out, 'sample')}, too few for "
+            f"{pipeline.microbatches} micro-batches, others each time"
         )
     return shown
+
+
+def shape_text(config: Config) -> str:
+    """The stages of a resolved configuration, their processes, and how these work."""
+    pipeline = config.pipeline
+    return (
+        f"{counted(config.num_stages, 'stage')} on {counted(config.nproc or 1, 'process')}; "
+        f"{pipeline.schedule}, {counted(pipeline.microbatches, 'micro-batch')}"
+    )
 
 
 def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
@@ -135,6 +165,9 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
     if line := slow_disk(summary["references"], summary["train_s"]):
         screen.print(line, soft_wrap=True, markup=False)
+    if line := no_room(summary):
+        screen.print(line, soft_wrap=True, markup=False)
+    screen.print(disk_sentence(summary), soft_wrap=True, markup=False)
     if summary["links"]:
         screen.print(compression_sentence(summary["cpu"]), soft_wrap=True, markup=False)
     if note := rest_sentence(summary["links"]):
@@ -183,8 +216,8 @@ def first_visits_only(summary: dict[str, Any]) -> str | None:
     if not any("first" in k for k in kinds) or changes:
         return None
     return (
-        f"note: no sample was visited twice in {summary['steps']:,} steps, so only first visits "
-        "were sent; traffic and speed of later epochs are not shown here"
+        f"note: no sample was visited twice in {counted(summary['steps'], 'step')}, so only "
+        "first visits were sent; traffic and speed of later epochs are not shown here"
     )
 
 
@@ -257,7 +290,7 @@ def comparison_sentence(compared: dict[str, Any], runs: dict[str, dict[str, Any]
         for name, against in compared.items()
     ]
     ours = runs["compressed"]
-    over = f"Over {ours['steps']:,} steps"
+    over = f"Over {counted(ours['steps'], 'step')}"
     if any("first" in link["kinds"] for link in ours["links"]):
         over += ", first visits included,"
     return f"{over} the compressed run is {'; '.join(parts)}."

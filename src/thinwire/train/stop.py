@@ -1,7 +1,7 @@
 """Asking a run to stop: it finishes the step, saves a checkpoint, and says how to go on.
 
-The first interrupt or SIGTERM asks; a second one ends the run at once. Before the first step and
-after the last one, where nothing can be lost, the first one does.
+The first interrupt, SIGTERM or SIGHUP asks; a second one ends the run at once. Before the first
+step and after the last one, where nothing can be lost, the first one does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thinwire.train.metrics import write_json
 
 _SAME_S = 2.0  # torchrun passes on to its workers what the terminal has sent them already
 _PHASE = "phase.json"  # in the starting process's scratch folder
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):
@@ -36,13 +36,14 @@ class Stopped(Exception):
 class Stop:
     """What a process knows of being asked to stop.
 
-    ``note`` is called with ``"training"`` or ``"closing"`` and the run folder as a run gets there.
+    ``note`` is called with ``"training"``, ``"closing"`` (its last step is saved) or
+    ``"complete"``, and the run folder, as a run gets there.
     """
 
     def __init__(self, note: Callable[[str, Path], None] | None = None) -> None:
         self.number: int | None = None  # of the signal that asked
         self.folder: Path | None = None  # of the run that is, or was, in training
-        self.closing = False  # its last step is saved
+        self.phase: str | None = None  # that it has got to
         self._note = note
         self._pipeline: tw.Pipeline | None = None
         self._first: float | None = None
@@ -56,7 +57,7 @@ class Stop:
     @contextlib.contextmanager
     def training(self, pipeline: tw.Pipeline, folder: Path) -> Iterator[None]:
         """While inside, asking is answered by ``StepResult.stop``."""
-        self._pipeline, self.folder, self.closing = pipeline, folder, False
+        self._pipeline = pipeline
         self._tell("training", folder)
         if self.number is not None:
             pipeline.ask_to_stop()
@@ -64,16 +65,20 @@ class Stop:
             yield
         finally:
             self._pipeline = None
-        self.closing = True
         self._tell("closing", folder)
 
+    def complete(self, folder: Path) -> None:
+        """The run has its summary: there is nothing to go on with."""
+        self._tell("complete", folder)
+
     def _tell(self, phase: str, folder: Path) -> None:
+        self.phase, self.folder = phase, folder
         if self._note is not None:
             self._note(phase, folder)
 
     def watch(self) -> None:
         """Take this process's signals: the first asks, a second one ends the process."""
-        for number in SIGNALS:
+        for number in heeded():
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -90,16 +95,29 @@ class Stop:
         os.kill(os.getpid(), number)
 
 
+def heeded() -> list[signal.Signals]:
+    """The signals that stop a run: SIGHUP does not under ``nohup``, which has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+
+
 def stopped_line(number: int, stopped: Stopped, command: str) -> str:
     """What is shown when a run has stopped as it was asked to."""
     where = f"at step {stopped.step} of {stopped.steps}"
     return f"thinwire: stopped{_by(number)} {where}; go on with: {command}"
 
 
-def at_once_line(number: int, command: str | None) -> str:
-    """What is shown when a run is ended where it stands; ``command`` goes on, if it can."""
-    saved = "" if command is None else f"; the last step is saved, go on with: {command}"
-    return f"thinwire: stopped{_by(number)}{saved}"
+def at_once_line(
+    number: int, phase: tuple[str, Path] | None, command: Callable[[Path], str]
+) -> str:
+    """What is shown when a run is ended where it stands, in ``phase`` of the run in a folder;
+    ``command`` gives the words that go on with it."""
+    known = ""
+    if phase is not None and phase[0] == "closing":
+        known = f"; the last step is saved, go on with: {command(phase[1])}"
+    elif phase is not None and phase[0] == "complete":
+        known = f"; the run in {phase[1]} is complete"
+    return f"thinwire: stopped{_by(number)}{known}"
 
 
 def _by(number: int) -> str:
@@ -117,7 +135,7 @@ def phase_writer(scratch: Path) -> Callable[[str, Path], None]:
 
 
 def phase_in(scratch: Path) -> tuple[str, Path] | None:
-    """What a worker has noted last: ``training`` or ``closing``, and the run folder."""
+    """What a worker has noted last: a phase of ``Stop``, and the run folder."""
     try:
         known = json.loads((scratch / _PHASE).read_text(encoding="utf-8"))
     except FileNotFoundError:

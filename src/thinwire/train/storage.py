@@ -6,8 +6,7 @@ Told before the first step: days of training should not end on a full disk.
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,15 @@ from torch import nn
 import thinwire as tw
 from thinwire.codecs.keeping import KEEPINGS
 from thinwire.schemes import Delta
+from thinwire.store.slots import slot_size
 from thinwire.store.tier import STEPS_IN_RAM
-from thinwire.train.config import Config, ConfigError, link_rate, parse_size
+from thinwire.train import pace
+from thinwire.train.config import Config, ConfigError, parse_size
 from thinwire.train.size import available_memory
+from thinwire.train.words import counted
 
-#: Slots that a reference may take on disk: now, in the two checkpoints that are kept, and in one
-#: that is being made.
+#: Slots that a reference may take on disk: now, in the two checkpoints that are kept (a run that is
+#: stopped has them too), and in one that an end in the middle of saving has left.
 _COPIES = 4
 _DAY = 86400
 
@@ -32,92 +34,89 @@ _DAY = 86400
 class Need:
     """What one rank would remember of all samples.
 
-    ``bytes_a_sample``: of all its ends of links. ``step_bytes``: of the samples of a step.
+    ``bytes_a_sample``: of all its ends of links; ``slots_a_sample``: of their slots on disk, by
+    which a bound counts. ``step_bytes``: of the samples of a step.
     """
 
     samples: int
     ends: int
     bytes_a_sample: int
+    slots_a_sample: int
     step_bytes: int
 
     @property
     def total(self) -> int:
         return self.samples * self.bytes_a_sample
 
+    @property
+    def slots(self) -> int:
+        return self.samples * self.slots_a_sample
+
 
 def need_of(config: Config, rank: int, samples: int) -> Need:
     """What ``rank`` would remember of ``samples`` samples."""
-    owner = {
-        stage: other
-        for other in range(config.nproc or 1)
-        for stage in tw.stages_of_rank(
-            config.pipeline.schedule, other, config.nproc or 1, config.num_stages
-        )
-    }
-    in_memory = config.link.transport == "memory"
+    here = sum((link.upper == rank) + (link.lower == rank) for link in pace.links_of(config))
     values = config.model.context * config.model.dim
-    ends = total = 0
+    ends = total = slots = 0
     for spec in (config.plan.forward, config.plan.backward):
         scheme = None if spec == "off" else tw.scheme(spec)
         if not isinstance(scheme, Delta):
             continue
-        here = sum(
-            (owner[edge] == rank) + (owner[edge + 1] == rank)
-            for edge in range(config.num_stages - 1)
-            if in_memory or owner[edge] != owner[edge + 1]
-        )
         ends += here
-        total += here * KEEPINGS[scheme.ref].nbytes(values)
-    return Need(samples, ends, total, config.train.batch * total)
+        row = KEEPINGS[scheme.ref].nbytes(values)
+        total, slots = total + here * row, slots + here * slot_size(row)
+    return Need(samples, ends, total, slots, config.train.batch * total)
 
 
 def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw.Storage:
     """Where this rank keeps its references, for ``tw.Pipeline``; ``folder`` is this rank's own.
 
+    A bound of the disk counts wherever they lie, so that the budget of RAM changes no result.
     Raises ConfigError where they do not fit, with the setting that would make them.
     """
-    ram = None if config.ref.budget is None else parse_size(config.ref.budget, "ref.budget")
-    disk = None if config.ref.disk is None else parse_size(config.ref.disk, "ref.disk")
-    copies = _COPIES if config.checkpoint.every else 1
-    if disk == 0 and ram is not None:
+    if not need.ends:
+        return tw.Storage()
+    ram = None if config.ref.budget is None else parse_size(config.ref.budget, "--ref.budget")
+    disk = None if config.ref.disk is None else parse_size(config.ref.disk, "--ref.disk")
+    kept = need.total if not disk else min(need.total, disk // _COPIES)
+    if ram is None:
+        _check_ram(config, need, kept, local_ranks)
+    if disk == 0:
         return tw.Storage(ram)
-    _check_ram(config, need, ram, local_ranks)
-    spills = ram is not None and ram < need.total + STEPS_IN_RAM * need.step_bytes
-    if not need.ends or not (spills or config.checkpoint.every):
+    spills = ram is not None and ram < kept + STEPS_IN_RAM * need.step_bytes
+    earlier = row_files(folder)  # of before the run was resumed
+    if not (spills or config.checkpoint.every or disk or earlier):
         return tw.Storage()
     if spills and ram is not None and ram < STEPS_IN_RAM * need.step_bytes:
         raise ConfigError(
-            f"ref.budget {config.ref.budget} is less than the references of {STEPS_IN_RAM} steps, "
-            f"which are in RAM at once: {bytes_text(STEPS_IN_RAM * need.step_bytes)} a rank"
+            f"--ref.budget {config.ref.budget} is less than the references of {STEPS_IN_RAM} "
+            f"steps, which are in RAM at once: {bytes_text(STEPS_IN_RAM * need.step_bytes)} a rank"
         )
-    _check_disk(config, need, disk, copies, folder, local_ranks)
-    return tw.Storage(ram, folder, disk, copies)
+    _check_disk(need, disk, folder, local_ranks)
+    return tw.Storage(ram, folder, disk, _COPIES)
 
 
-def _check_ram(config: Config, need: Need, ram: int | None, local_ranks: int) -> None:
+def _check_ram(config: Config, need: Need, kept: int, local_ranks: int) -> None:
     available = available_memory()
-    if ram is not None or available is None or config.device != "cpu":
+    if available is None or config.device != "cpu" or kept * local_ranks <= available // 2:
         return
-    if need.total * local_ranks > available // 2:
-        raise ConfigError(
-            f"the references of {need.samples:,} samples take {bytes_text(need.total)} on each of "
-            f"{local_ranks} ranks here, more than half of the {bytes_text(available)} of RAM that "
-            "are available; set --ref.budget, as 2gb: what is beyond goes to disk"
-        )
+    raise ConfigError(
+        f"the references of {need.samples:,} samples take {bytes_text(kept)} on each of "
+        f"{local_ranks} ranks here, more than half of the {bytes_text(available)} of RAM that "
+        "are available; set --ref.budget, as 2gb: what is beyond goes to disk"
+    )
 
 
-def _check_disk(
-    config: Config, need: Need, disk: int | None, copies: int, folder: Path, local_ranks: int
-) -> None:
+def _check_disk(need: Need, disk: int | None, folder: Path, local_ranks: int) -> None:
     free = _free(folder)
-    most = need.total * copies if disk is None else min(need.total * copies, disk)
+    most = need.slots * _COPIES if disk is None else min(need.slots * _COPIES, disk)
     if most * local_ranks <= free:
         return
-    why = f", up to {copies} times for the checkpoints" if copies > 1 else ""
     raise ConfigError(
-        f"the references of {need.samples:,} samples take {bytes_text(need.total)}{why} on each of "
-        f"{local_ranks} ranks here, but {folder} has {bytes_text(free)} free; set --ref.disk to "
-        "less, as 10gb: samples for which there is no room are sent as values"
+        f"the references of {need.samples:,} samples take up to {bytes_text(most)} of disk, "
+        f"{_COPIES} times for the checkpoints, on each of {local_ranks} ranks here, but {folder} "
+        f"has {bytes_text(free)} free; set --ref.disk to less, as 10gb: samples for which there is "
+        "no room are sent as values"
     )
 
 
@@ -128,67 +127,64 @@ def sentence(
     stages: Sequence[nn.Module],
     device: torch.device,
 ) -> str | None:
-    """What a rank remembers, where, and what it is likely to write a day; None if it does not."""
+    """What a rank remembers, where, and what it writes a day at most; None if it remembers nothing.
+
+    ``stages``: this rank's, to time them.
+    """
     if not need.ends:
         return None
-    ends = "an end" if need.ends == 1 else f"{need.ends} ends"
-    text = (
-        f"references: {need.samples:,} samples at {ends} of links, {bytes_text(need.total)} a rank"
-    )
+    ends = "one end of a link" if need.ends == 1 else f"{need.ends} ends of links"
+    text = f"references: {need.samples:,} samples at {ends}, {bytes_text(need.total)} a rank"
     available = available_memory()
-    room = "" if available is None else f" ({bytes_text(available)} available)"
-    kept = 1.0 if storage.capacity is None else storage.capacity / max(need.total, 1)
-    part = "" if kept >= 1 else f"; there is room for {100 * kept:.0f} % of the samples"
-    if storage.folder is None:
-        return f"{text}, in RAM{room}{part}; nothing is written to disk"
-    step_s = estimated_step_s(config, stages, device)
-    a_step = need.step_bytes * _spilled(need, storage)
-    if config.checkpoint.every:
-        dirty = min(need.total, config.checkpoint.every * need.step_bytes)
-        a_step = max(a_step, dirty / config.checkpoint.every)
-    free = bytes_text(_free(storage.folder))
-    in_ram = "all of them" if storage.ram is None else f"up to {bytes_text(storage.ram)} of them"
+    memory = "" if available is None else f" ({bytes_text(available)} available)"
+    room = _room(need, storage)
+    part = "" if room >= 1 else f"; there is room for {100 * room:.0f} % of the samples"
+    is_spilled = _spilled(need, storage) > 0
+    if not is_spilled and not config.checkpoint.every:
+        return f"{text}, in RAM{memory}{part}; nothing is written to disk unless the run is stopped"
+    kept = _where(config, storage, is_spilled, memory)
+    step_s = pace.least_step_s(config, room, stages, device)
+    a_day = written_a_step(config, need, storage) * _DAY / step_s
     return (
-        f"{text}, {in_ram} in RAM{room}, on disk in {storage.folder} ({free} free), "
-        f"about {bytes_text(a_step * _DAY / step_s)} written a day at {1e3 * step_s:.0f} ms a "
-        f"step{part}"
+        f"{text}, {kept}: at most {bytes_text(a_day)} written a day, as a step takes at least "
+        f"{1e3 * step_s:.0f} ms{part}"
     )
+
+
+def _where(config: Config, storage: tw.Storage, is_spilled: bool, memory: str) -> str:
+    """Where the references of a run lie of which some go to disk."""
+    if storage.folder is None:
+        return f"in RAM{memory}, with a copy in each checkpoint"
+    on_disk = f"on disk in {storage.folder} ({bytes_text(_free(storage.folder))} free)"
+    if not is_spilled or storage.ram is None:
+        return f"all of them in RAM{memory}, what checkpoints need {on_disk}"
+    kept = f"up to {bytes_text(storage.ram)} of them in RAM{memory}, the rest {on_disk}"
+    return kept + (", as is what checkpoints need" if config.checkpoint.every else "")
+
+
+def written_a_step(config: Config, need: Need, storage: tw.Storage) -> float:
+    """The most bytes of references that go to disk in a step, on the average."""
+    room, spilled = _room(need, storage), _spilled(need, storage)
+    changed = room * need.step_bytes
+    every = config.checkpoint.every
+    if storage.folder is None:  # a checkpoint has them all
+        return 0.0 if every is None else room * need.total / every
+    # of those that stay in RAM a checkpoint writes what has changed since the one before
+    saved = 0.0 if every is None else min(room * need.total, every * changed) / every
+    return spilled * changed + (1 - spilled) * saved
+
+
+def _room(need: Need, storage: tw.Storage) -> float:
+    """The part of the samples for which there is room."""
+    return 1.0 if storage.capacity is None else min(1.0, storage.capacity / max(need.slots, 1))
 
 
 def _spilled(need: Need, storage: tw.Storage) -> float:
     """The part of the references that does not stay in RAM."""
-    if storage.ram is None:
+    if storage.ram is None or storage.folder is None:
         return 0.0
     resident = max(0, storage.ram - STEPS_IN_RAM * need.step_bytes)
-    return 1.0 - min(1.0, resident / max(need.total, 1))
-
-
-def estimated_step_s(config: Config, stages: Sequence[nn.Module], device: torch.device) -> float:
-    """Seconds that a step is likely to take: compute of this rank's stages, timed on zeros without
-    gradients, or the link's time for what the plan sends, whichever is more.
-    """
-    rows, model = config.microbatch_rows, config.model
-    was_training = [stage.training for stage in stages]
-    seconds = 0.0
-    with torch.no_grad():
-        for stage in stages:
-            stage.eval()
-            x: torch.Tensor = torch.zeros(rows, model.context, model.dim, device=device)
-            if getattr(stage, "embedding", None) is not None:
-                x = torch.zeros(rows, model.context, dtype=torch.int64, device=device)
-            stage(x)  # once to warm up
-            start = time.perf_counter()
-            stage(x)
-            seconds += time.perf_counter() - start
-    for stage, training in zip(stages, was_training, strict=True):
-        stage.train(training)
-    compute = 3 * seconds * config.pipeline.microbatches  # a backward takes twice a forward
-    rate = link_rate(config.link)
-    if rate is None or config.plan.forward == "off":
-        return compute
-    scheme = tw.scheme(config.plan.forward)
-    row = scheme.row_nbytes(model.context * model.dim, torch.float32)
-    return max(compute, 8 * row * config.train.batch / rate)
+    return 1.0 - min(1.0, resident / max(_room(need, storage) * need.total, 1))
 
 
 def slow_disk(reports: Sequence[dict[str, Any]], step_s: float) -> str | None:
@@ -202,6 +198,41 @@ def slow_disk(reports: Sequence[dict[str, Any]], step_s: float) -> str | None:
         f"for references ({bytes_text(moved)} read and written); raise --ref.budget, or name a "
         "faster disk with --checkpoint.dir."
     )
+
+
+def disk_sentence(summary: Mapping[str, Any]) -> str:
+    """What went to the disk in all, on all ranks."""
+    saved = summary["checkpoints"]
+    checkpoints = f"{bytes_text(saved['bytes'])} in {counted(saved['count'], 'checkpoint')}"
+    rows = sum(one["written_bytes"] for one in summary["references"])
+    return f"Written to disk: {checkpoints}{f', {bytes_text(rows)} of references' if rows else ''}."
+
+
+def no_room(summary: Mapping[str, Any]) -> str | None:
+    """On how many visits there was no room to remember the sample; None if there always was."""
+    shares = [
+        link["kinds"]["value"]["values"] / link["values"]
+        for link in summary["links"]
+        if "first" in link["kinds"] and "value" in link["kinds"]
+    ]
+    if not shares:
+        return None
+    disk = summary["config"]["ref"]["disk"]
+    what = "--ref.budget" if disk is None or parse_size(disk, "--ref.disk") == 0 else "--ref.disk"
+    return (
+        f"There was no room to remember the sample at {100 * max(shares):.1f} % of visits, which "
+        f"were sent as values; raise {what} for a new run."
+    )
+
+
+def row_files(folder: Path) -> list[Path]:
+    """The files in ``folder`` that have references."""
+    return sorted(folder.glob("*.rows"))
+
+
+def discard(folder: Path) -> None:
+    """Delete the references in ``folder``, which nothing needs any more."""
+    shutil.rmtree(folder, ignore_errors=True)  # the run is complete all the same
 
 
 def _free(folder: Path) -> int:

@@ -33,7 +33,6 @@ from thinwire.train.config import (
     DataConfig,
     PlanConfig,
     RefConfig,
-    one_line,
     to_toml,
 )
 from thinwire.train.home import Home
@@ -48,6 +47,8 @@ from thinwire.train.stop import (
     stopped_line,
     torchrun_command,
 )
+from thinwire.train.streams import lasting
+from thinwire.train.words import one_line
 
 COMPARED = {"fp32": PlanConfig("raw", "raw"), "bf16": PlanConfig("bf16", "bf16")}
 
@@ -69,6 +70,7 @@ class Start:
     stop: Stop
 
 
+@lasting()
 def run_launched(
     config: Config, folder: Path, resumed: bool, scratch: Path, rank: int, world_size: int
 ) -> int:
@@ -118,7 +120,8 @@ def run_under_torchrun(config: Config, resume_from: Path | None) -> int:
             )
         complete = check.resolved(config, start.world_size)
         check.check_plan(complete)
-        complete = planned(complete, data.load(config.data, config.model.context))
+        text = data.load(config.data, config.model.context)
+        complete = planned(complete, text, report.note(config, quiet=start.rank != 0))
         folder = resume_from
         if folder is None and start.rank == 0:
             check.check_out(complete)
@@ -141,9 +144,10 @@ def _guarded(start: Start, run: Callable[[], None]) -> int:
             say(stopped_line(number, stopped, start.resume_command(stop.folder)))
         return 128 + number
     except KeyboardInterrupt:
-        saved = stop.folder if stop.closing and start.rank == 0 else None
-        command = None if saved is None else start.resume_command(saved)
-        say(at_once_line(signal.SIGINT, command))
+        phase = None
+        if start.rank == 0 and stop.phase is not None and stop.folder is not None:
+            phase = stop.phase, stop.folder
+        say(at_once_line(signal.SIGINT, phase, start.resume_command))
         os._exit(130)
     except Exception as error:  # noqa: BLE001  every failure ends the process, with its reason
         failure = _failure(error, start.rank)
