@@ -111,6 +111,24 @@ def test_another_budget_of_ram_in_a_resumed_run_changes_no_result(
     assert bool([*Path(cut).glob("rank-*/references")]) == ("checkpoint" in before)
 
 
+@pytest.mark.parametrize("checkpoints", ["", "--checkpoint.every=1"])
+def test_files_of_references_keep_to_the_disk_they_may_take_over_all_stops(
+    checkpoints: str, pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), *checkpoints.split()]
+    options += ["--train.epochs=6", "--ref.budget=7kb", "--ref.disk=12kb"]
+    folder, shown = tmp_path / "run", []
+    for turn in range(6):
+        words = options if turn == 0 else []
+        ending = Ending(stop_at=2) if turn % 2 else Ending(stop_at=3)
+        found = pool.run(run, words, str(folder), resumed=turn > 0, ending=ending, world_size=2)
+        shown.append(found[0].shown)
+        for rank in range(2):
+            files = (folder / f"rank-{rank}" / "references").glob("*.rows")
+            assert 0 < sum(file.stat().st_size for file in files) <= 12_000
+    assert "dropped" not in "".join(shown)
+
+
 def test_each_rank_with_a_disk_of_its_own_resumes_from_it(pool: Pool, tmp_path: Path) -> None:
     options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=4"]
     apart = {rank: str(tmp_path / f"machine-{rank}" / "run") for rank in range(2)}

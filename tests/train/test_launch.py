@@ -301,6 +301,11 @@ def test_what_a_terminal_sends_stops_a_run_that_can_be_resumed_and_ends_all_work
     wait_until_gone(workers, 1)
 
 
+def inspected(cwd: Path) -> Any:
+    words = [sys.executable, "-m", "thinwire", "inspect", "run", "--json"]
+    return json.loads(subprocess.run(words, cwd=cwd, check=True, capture_output=True).stdout)
+
+
 def test_a_run_that_goes_on_is_not_resumed_a_second_time(tmp_path: Path) -> None:
     process = start_long_run(tmp_path)
     result = run("--resume", "run", cwd=tmp_path, code=2)
@@ -308,9 +313,11 @@ def test_a_run_that_goes_on_is_not_resumed_a_second_time(tmp_path: Path) -> None
     assert line.startswith("thinwire: error: rank 0: ")
     assert line.endswith(" is in use by a run that goes on; wait until it ends, or stop it")
     assert process.poll() is None
+    assert inspected(tmp_path)["running"]
     process.kill()
     process.communicate(timeout=30)
     time.sleep(1)
+    assert not inspected(tmp_path)["running"]
     (tmp_path / "run" / "metrics.jsonl").unlink()
     again = start_long_run(tmp_path, "--resume", "run")
     again.kill()

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.counters import LinkCounters, link_name
+from thinwire.store import is_held
 from thinwire.train import config as configuration
 from thinwire.train import disk, home, metrics, report, storage
 from thinwire.train.checkpoint import key_of
@@ -54,6 +55,7 @@ def describe(folder: Path) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "run": known["run"],
+        "running": any(map(is_held, [folder, *_rank_folders(parts)])),
         "complete": (folder / metrics.SUMMARY).exists(),
         "step": max([0, *trained, *saved]),
         "steps": known.get("steps"),
@@ -66,6 +68,10 @@ def describe(folder: Path) -> dict[str, Any]:
         "links": links,
         "versions": newest[0].manifest["versions"] if newest else None,
     }
+
+
+def _rank_folders(parts: Iterable[Path]) -> list[Path]:
+    return [own for folder in parts for own in disk.rank_folders(folder).values()]
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -175,6 +181,7 @@ def _show(document: Mapping[str, Any], screen: Console) -> None:
     steps = document["steps"]
     line(f"run {document['run']} in {document['folder']}")
     state = "complete" if document["complete"] else "not complete"
+    state += ", a process is at work on it" if document["running"] else ""
     line(
         f"progress: step {document['step']:,} of {'?' if steps is None else f'{steps:,}'}, {state}"
     )
@@ -196,7 +203,8 @@ def _show(document: Mapping[str, Any], screen: Console) -> None:
         line(f"references on disk, beside the checkpoints: {sizes}")
     if document["links"]:
         screen.print(report.link_table(document["links"]))
-    if document["resumable_step"] is not None and not document["complete"]:
+    over = document["complete"] or document["running"]
+    if document["resumable_step"] is not None and not over:
         command = resume_command(Path(document["folder"]))
         line(f"goes on after step {document['resumable_step']:,} with: {command}")
 
