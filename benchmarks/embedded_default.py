@@ -18,8 +18,8 @@ from runs import train, where_and_when
 PLANS = {
     "fp32": ("raw", "raw"),
     "bf16": ("bf16", "bf16"),
-    "delta(int4) / int8": ("delta(int4)", "int8"),
-    "int4 / int8": ("int4", "int8"),
+    "delta(int4) / int4": ("delta(int4)", "int4"),
+    "int4 / int4": ("int4", "int4"),
     "delta(int2) / int4": ("delta(int2)", "int4"),
 }
 KEPT = ("val_loss", "val_loss_codec", "tokens_per_s", "step_ms_median", "train_s", "steps")

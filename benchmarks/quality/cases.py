@@ -26,8 +26,17 @@ DIRECT = {
     "3/6": ("int3", "int6"),
     "tile/6": ("tile", "int6"),
 }
-#: In three epochs the first sends as much as delta(int2) / int4 and int4 / int4, the others less.
-NARROW_FIRST = tuple((f"delta({to},first=int4)", "int4") for to in ("int4", "int3", "int2"))
+#: First visits in fewer bits than 8. delta(int3,first=int6) sends in three epochs what delta(int2)
+#: does, delta(int4,first=int4) what int4 does.
+NARROW_FIRST = tuple(
+    (f"delta({change},first={first})", "int4")
+    for first, changes in {
+        "int6": ("int3", "int2", "int4"),
+        "int4": ("int4", "int3", "int2"),
+        "int5": ("int3",),
+    }.items()
+    for change in changes
+)
 ALL = tuple(DIRECT)
 MAIN = ("4/8", "2/4", "4/4")  # of these, for settings where all are too many
 

@@ -70,7 +70,7 @@ class TrainConfig:
     steps: int | None = setting(None, "optimizer steps; replaces epochs")
     quick: bool = setting(False, "train on 256 samples only, validate on 64")
     batch: int = setting(16, "samples in a step")
-    lr: float = setting(5e-4, "peak learning rate of AdamW")
+    lr: float = setting(1e-3, "peak learning rate of AdamW")
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
     weight_decay: float = setting(0.1, "AdamW weight decay, on matrices only")
     frozen: int = setting(0, "so many blocks from the first on, and the embedding, are not trained")
@@ -95,7 +95,7 @@ class PlanConfig:
         "codec or scheme of the activations; default: delta(int4) from 3 epochs on, "
         "or from 2 on where a frozen stage can rest, else tile",
     )
-    backward: str = setting("int8", "codec or scheme of the gradients")
+    backward: str = setting("int4", "codec or scheme of the gradients")
 
 
 @dataclass(frozen=True)
