@@ -60,6 +60,7 @@ class StepPlan:
     """What both ends know of a step before anything is posted; ``next_keys``: of the next one.
 
     ``frozen``: so many stages, from the first on, compute the same at each visit of a sample.
+    ``loss_scale``: what the loss is multiplied by before it goes back, None where it is not.
     """
 
     step: int
@@ -70,6 +71,7 @@ class StepPlan:
     seed: int = 0
     next_keys: tuple[int, ...] | None = None
     frozen: int = 0
+    loss_scale: float | None = None
 
     @property
     def keys(self) -> tuple[int, ...]:

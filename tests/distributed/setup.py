@@ -153,7 +153,7 @@ def run(rank: int, world_size: int, case: Case) -> Outcome:
         ids, x, y = batch(step)
         if pipeline is not None:
             inputs = (x,) if first else ()
-            known = {"sample_ids": ids} if first else {}
+            known: dict[str, Any] = {"sample_ids": ids} if first else {}
             result = pipeline.step(*inputs, target=y if last else None, **known)
             losses.append(result.loss)
         else:

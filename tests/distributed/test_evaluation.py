@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ def evaluate_on(rank: int, world_size: int, schedule: str, transport: str) -> fl
     pipeline = tw.Pipeline(built, stages, plan, transport=transport_of(case), deadline=20)
     first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
     ids, x, y = batch(0)
-    known = {"sample_ids": ids} if first else {}
+    known: dict[str, Any] = {"sample_ids": ids} if first else {}
     inputs = (x,) if first else ()
     for _ in range(2):
         evaluated = pipeline.eval(*inputs, target=y if last else None).loss

@@ -125,7 +125,7 @@ class Trainer:
             x, y = x.masked_fill(padding, 0), y.masked_fill(padding, -100)
             longest = int(lengths.max())
             x, y = x[:, :longest].contiguous(), y[:, :longest].contiguous()
-        given = {"sample_ids": numbers, "lengths": lengths} if self.first else {}
+        given: dict[str, Any] = {"sample_ids": numbers, "lengths": lengths} if self.first else {}
         if next_ids is not None and self.first:
             given["next_sample_ids"] = torch.tensor(list(next_ids))
         inputs = (x,) if self.first else ()

@@ -140,7 +140,7 @@ def shared_in_a_v(rank: int, world_size: int, schedule_name: str, clip: float | 
     )
     ids, x, y = batch(0)
     first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
-    known = {"sample_ids": ids} if first else {}
+    known: dict[str, Any] = {"sample_ids": ids} if first else {}
     result = pipeline.step(*((x,) if first else ()), target=y if last else None, **known)
     return result.grad_norm, weight.grad if holds else None
 

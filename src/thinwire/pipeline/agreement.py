@@ -98,6 +98,15 @@ def _ids_error(what: str, ids: Any, rows: int | None) -> str | None:
     return None
 
 
+def scale_error(loss_scale: Any) -> str | None:
+    """What is wrong with a loss scale."""
+    if loss_scale is None:
+        return None
+    if isinstance(loss_scale, int | float) and 0 < loss_scale < math.inf:
+        return None
+    return f"loss_scale={loss_scale!r}: a finite number above 0, or None"
+
+
 def keys_of(ids: Tensor) -> list[int]:
     """The key of each id, [rows] int64, or of each pair of an id and a seed, [rows, 2].
 
@@ -147,6 +156,7 @@ def header(
     error: str | None,
     next_ids: Tensor | None = None,
     known: str | None = None,
+    loss_scale: float | None = None,
 ) -> dict[str, Any]:
     """What the first stage's rank tells the others of a step, as JSON values.
 
@@ -165,6 +175,7 @@ def header(
         "next": None if next_ids is None else keys_of(next_ids),
         "lengths": None if lengths is None else lengths.tolist(),
         "known": known,
+        "loss_scale": loss_scale,
     }
 
 
@@ -182,6 +193,7 @@ def step_plan(
         seed,
         None if header["next"] is None else tuple(header["next"]),
         frozen,
+        header["loss_scale"],
     )
 
 

@@ -39,6 +39,7 @@ from thinwire.pipeline.agreement import (
     keys_of,
     origin_of,
     reason_of,
+    scale_error,
     step_plan,
 )
 from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks, rank_names
@@ -58,12 +59,14 @@ class StepResult:
     """What every rank knows after a step: loss, valid tokens (0 without TokenLoss), global norm.
 
     ``stop``: some rank was asked to stop (``Pipeline.ask_to_stop``) before this step ended.
+    ``overflow``: with a ``loss_scale`` the gradient was not finite, and has been left out.
     """
 
     loss: float
     tokens: int
     grad_norm: float
     stop: bool = False
+    overflow: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +222,7 @@ class Pipeline:
         sample_ids: Tensor | None = None,
         lengths: Tensor | None = None,
         next_sample_ids: Tensor | None = None,
+        loss_scale: float | None = None,
     ) -> StepResult:
         """Forward and backward of one batch over all micro-batches; gradients are left in place.
 
@@ -228,25 +232,39 @@ class Pipeline:
         ranks that pass them too have them compared. Of samples that are augmented, sample_ids
         [rows, 2] have the augmentation's seed beside each id. next_sample_ids, those of the step
         that follows, let both ends agree on them one step ahead and read from disk what they will
-        need; without them a step begins with a round trip more.
+        need; without them a step begins with a round trip more. loss_scale, the same on all ranks,
+        multiplies the loss on its way back, and gradients are divided by it at the end: where one
+        is not finite, all ranks leave this step's out and find ``overflow`` in the result.
 
         Raises ValueError on all ranks, with nothing sent, if the inputs do not fit; NonFiniteError
-        if an activation or the gradient is not finite (no parameter has been changed);
+        if an activation, or without loss_scale the gradient, is not finite (no parameter has been
+        changed);
         LinkError (PeerAborted with the origin's reason) if another stage failed.
         """
-        plan = self._agree(True, True, inputs, target, sample_ids, lengths, next_sample_ids)
+        plan = self._agree(
+            True, True, inputs, target, sample_ids, lengths, next_sample_ids, loss_scale
+        )
         self._frozen.accept()
         with self._failing_together():
             if self._needs_keys:
                 self._remembered.acquire(plan, self._control.gather_result)
-            # what earlier steps have accumulated is summed over the owners already
-            earlier = [tie.parameter.grad for tie in self._setup.ties]
-            for tie in self._setup.ties:
-                tie.parameter.grad = None
+            # of earlier steps: what is tied is summed over the owners already, none is scaled
+            apart = [tie.parameter for tie in self._setup.ties]
+            if loss_scale is not None:
+                apart = list(self._parameters())
+            earlier = [(parameter, parameter.grad) for parameter in apart]
+            for parameter in apart:
+                parameter.grad = None
             losses = self._run(plan, inputs, target)
-            for tie, before in zip(self._setup.ties, earlier, strict=True):
-                self._sum_tied(tie, before)
-            return self._finish(plan, self._total(losses), self._tokens(target))
+            for tie in self._setup.ties:
+                self._sum_tied(tie)
+            for parameter, before in earlier:
+                _accumulate(parameter, before, loss_scale or 1.0)
+            result = self._finish(plan, self._total(losses), self._tokens(target))
+            if result.overflow:
+                for parameter, before in earlier:
+                    parameter.grad = before
+            return result
 
     def eval(
         self,
@@ -308,13 +326,13 @@ class Pipeline:
         if plan.train and self._needs_keys:
             self._remembered.fetch(plan)
 
-    def _sum_tied(self, tie: Tie, earlier: Tensor | None) -> None:
+    def _sum_tied(self, tie: Tie) -> None:
         parameter = tie.parameter
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         total: Tensor | None = None
         for part in self._control.exchange_tensor(grad, tie.owners, tie.slot):
             total = part.clone() if total is None else total + part
-        parameter.grad = total if earlier is None or total is None else earlier + total
+        parameter.grad = total
 
     def _finish(self, plan: StepPlan, loss: float, tokens: int) -> StepResult:
         """Exchange losses and norms, clip, and check that the gradient is finite."""
@@ -333,6 +351,9 @@ class Pipeline:
         self._settle()
         loss = math.fsum(f[0] for f in found)
         norm = math.sqrt(sum(f[2] for f in found)) if all(f[2] >= 0 for f in found) else math.nan
+        stopped, tokens = any(f[4] for f in found), sum(f[1] for f in found)
+        if not math.isfinite(norm) and plan.loss_scale is not None:
+            return StepResult(loss, tokens, norm, stopped, overflow=True)
         if not math.isfinite(norm):
             where = max(tuple(f[3]) for f in found)[1] or "no gradient on an edge was affected"
             raise NonFiniteError(
@@ -344,7 +365,7 @@ class Pipeline:
                 for parameter in self._parameters():
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
-        return StepResult(loss, sum(f[1] for f in found), norm, any(f[4] for f in found))
+        return StepResult(loss, tokens, norm, stopped)
 
     def _have_patience(self) -> None:
         """Wait longer than for a message where no gradient comes back: a rank may then be done at
@@ -387,20 +408,23 @@ class Pipeline:
         sample_ids: Tensor | None,
         lengths: Tensor | None,
         next_ids: Tensor | None = None,
+        scale: float | None = None,
     ) -> StepPlan:
         """The step's plan, the same on all ranks, or the same ValueError."""
         if self._failed is not None:
             raise LinkError(f"this pipeline has given up: {self._failed}")
         announced = None
         if self._first is not None:
-            announced = self._announcement(train, codec, inputs, sample_ids, lengths, next_ids)
+            announced = self._announcement(
+                train, codec, inputs, sample_ids, lengths, next_ids, scale
+            )
         with self._failing_together():
             announced = self._control.broadcast_header(announced, root=self._root)
         self._step += 1
         if announced["error"]:
             raise ValueError(announced["error"])
         try:
-            mine = self._mismatch(announced, train, target, sample_ids, lengths)
+            mine = self._mismatch(announced, train, target, sample_ids, lengths, scale)
         except Exception as error:  # noqa: BLE001  told to all ranks, as every mismatch is
             mine = f"rank {self.rank}: its arguments cannot be read: {error}"
         if self._mode != announced["train"]:
@@ -427,6 +451,7 @@ class Pipeline:
         sample_ids: Any,
         lengths: Any,
         next_ids: Any,
+        scale: Any,
     ) -> dict[str, Any]:
         """The step's header, or what is wrong with the first stage's inputs."""
         assert self._first is not None
@@ -435,13 +460,14 @@ class Pipeline:
             error = input_error(
                 self._first.inputs, rows, parts, inputs, sample_ids, lengths, self._fixed, next_ids
             )
+            error = error or scale_error(scale)
             if error is None and train and sample_ids is None and self._needs_keys:
                 error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
             known = None
             if error is None and train and sample_ids is not None:
                 given = None if lengths is None else lengths.tolist()
                 known = self._frozen.known(self._first.inputs, inputs, keys_of(sample_ids), given)
-            return header(train, codec, inputs, sample_ids, lengths, error, next_ids, known)
+            return header(train, codec, inputs, sample_ids, lengths, error, next_ids, known, scale)
         except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
             return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
 
@@ -452,6 +478,7 @@ class Pipeline:
         target: Any,
         sample_ids: Any,
         lengths: Any,
+        scale: Any,
     ) -> str | None:
         """Why this rank cannot take part in the step that the first stage announced."""
         if header["train"] != train:
@@ -464,6 +491,8 @@ class Pipeline:
             return f"rank {self.rank} was given other sample_ids than the first stage's rank"
         if lengths is not None and header["lengths"] != lengths.tolist():
             return f"rank {self.rank} was given other lengths than the first stage's rank"
+        if scale != header["loss_scale"]:
+            return f"rank {self.rank} was given another loss_scale than the first stage's rank"
         if train and not torch.is_grad_enabled():
             return f"rank {self.rank} has gradients switched off; use eval, or enable them"
         if self._last is not None and engine.loss_of(self.schedule) is not None:
@@ -601,3 +630,11 @@ class Pipeline:
         self._failed = self._failed or "it was closed"
         self._remembered.close()
         self.transport.close()
+
+
+def _accumulate(parameter: nn.Parameter, before: Tensor | None, scale: float) -> None:
+    """Add a parameter's gradient, divided by ``scale``, to that of earlier steps."""
+    if parameter.grad is not None and scale != 1.0:
+        parameter.grad.div_(scale)
+    if before is not None:
+        parameter.grad = before if parameter.grad is None else before + parameter.grad

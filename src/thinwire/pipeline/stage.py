@@ -185,6 +185,8 @@ class PipelineStage(pipelining.PipelineStage):
         if not whole and not self.is_first and not self._splits(outputs):
             kwargs["full_backward"] = True
             self._whole.add(bwd_chunk_id)
+        if self._plan.loss_scale is not None and kwargs.get("loss") is not None:
+            kwargs["loss"] = kwargs["loss"] * self._plan.loss_scale
         start = time.perf_counter()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.timers.compute_s += time.perf_counter() - start
