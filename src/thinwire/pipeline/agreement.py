@@ -1,20 +1,41 @@
-"""What the ranks of a pipeline tell each other of a step before it, and of a failure after."""
+"""What the ranks of a pipeline tell each other of a step before it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
-import xxhash
+import torch
 from torch import Tensor
 
-from thinwire.boundary import Boundary, MicroBatch, StepPlan
-from thinwire.errors import LinkError, NonFiniteError, PeerAborted
-from thinwire.network import TransportError
+from thinwire.boundary import MicroBatch, StepPlan
+from thinwire.edge import EdgeEnd
+from thinwire.pipeline.control import Control
+from thinwire.pipeline.failures import Failures
+from thinwire.pipeline.frozen import Frozen
+from thinwire.pipeline.request import Request, input_error, keys_of
+from thinwire.pipeline.stage import PipelineStage
 
 _LONGEST_DEADLINE = 7 * 86400
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What holds for all steps of a pipeline.
+
+    ``rows``: of a micro-batch at most. ``fixed``: an edge is left to torch's operations, which take
+    the declared shape only. ``schemes``: those of the plan, as errors name them.
+    """
+
+    rows: int
+    microbatches: int
+    seed: int
+    fixed: bool
+    needs_keys: bool
+    has_loss: bool
+    schemes: str
 
 
 def check_deadline(seconds: float) -> None:
@@ -37,145 +58,131 @@ def check_numbers(window: int, seed: int, max_grad_norm: float | None) -> None:
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number over 0, or None")
 
 
-def input_error(
-    boundaries: Sequence[Boundary],
-    max_rows: int,
-    n_microbatches: int,
-    inputs: Sequence[Any],
-    sample_ids: Any,
-    lengths: Any,
-    fixed: bool,
-    next_ids: Any = None,
-) -> str | None:
-    """What is wrong with the inputs of the first stage, in one line; None if nothing is.
+class Agreement:
+    """How all ranks come to the same plan of a step, or to the same ValueError.
 
-    ``fixed``: an edge is left to torch's operations, which take the declared shape only.
+    The first stage's rank announces the step; each other checks whether it fits what it was given.
     """
-    if len(inputs) != len(boundaries):
-        return f"the first stage takes {len(boundaries)} inputs, {len(inputs)} were given"
-    for boundary, x in zip(boundaries, inputs, strict=True):
-        if not isinstance(x, Tensor) or x.is_meta:
-            return f"input {boundary.index} is {_kind_of(x)}; a tensor with values is needed"
-    sizes = list(inputs[0].shape)
-    rows = sizes[0] if sizes else 0
-    if rows < n_microbatches:
-        return (
-            f"a batch of {rows} rows cannot fill {n_microbatches} micro-batches; "
-            "use fewer micro-batches, or leave the rest of the epoch out"
-        )
-    for boundary, x in zip(boundaries, inputs, strict=True):
-        most = boundary.shape_for(max_rows * n_microbatches, None)
-        if x.dim() != len(most) or any(d > m for d, m in zip(x.shape, most, strict=True)):
-            return (
-                f"input {boundary.index} has shape {tuple(x.shape)}; at most {most} was declared "
-                "(input_args of the stages, times the micro-batches)"
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        control: Control,
+        failures: Failures,
+        ends: Sequence[EdgeEnd],
+        frozen: Frozen,
+        limits: Limits,
+    ) -> None:
+        self._first = next((s for s in stages if s.is_first), None)
+        self._last = next((s for s in stages if s.is_last), None)
+        self._rank: int = stages[0].group_rank
+        self._root: int = stages[0].stage_index_to_group_rank[0]
+        self._control, self._failures, self._ends = control, failures, ends
+        self._frozen, self._limits = frozen, limits
+        #: Steps that were announced so far, evaluation included.
+        self.step = 0
+        self._mode: bool | None = None  # training, evaluation, or nothing yet
+
+    def plan(self, request: Request) -> StepPlan:
+        """The plan of the step that this rank was called for (collective)."""
+        self._failures.check()
+        announced = None if self._first is None else self._announcement(self._first, request)
+        with self._failures.shared():
+            announced = self._control.broadcast_header(announced, root=self._root)
+        self.step += 1
+        if announced["error"]:
+            raise ValueError(announced["error"])
+        try:
+            mine = self._mismatch(announced, request)
+        except Exception as error:  # noqa: BLE001  told to all ranks, as every mismatch is
+            mine = f"rank {self._rank}: its arguments cannot be read: {error}"
+        if self._mode != announced["train"]:
+            # torch's own set-up messages come next: make sure that all ranks will take part
+            with self._failures.shared():
+                answers = self._control.gather_result(mine)
+            mine = next((a for a in answers if a), None)
+            if mine:
+                raise ValueError(mine)
+            self._mode = announced["train"]
+        limits = self._limits
+        plan = step_plan(announced, self.step, limits.microbatches, limits.seed, self._frozen.count)
+        if mine:
+            with self._failures.shared():
+                for end in self._ends:
+                    end.outgoing.begin_step(plan)  # so that each receiver is told
+                raise ValueError(mine)
+        return plan
+
+    def _announcement(self, first: PipelineStage, request: Request) -> dict[str, Any]:
+        """The step's header, or what is wrong with the first stage's inputs."""
+        limits = self._limits
+        try:
+            error = input_error(
+                first.inputs, request, limits.rows, limits.microbatches, limits.fixed
             )
-        if fixed and tuple(x.shape) != most:
-            return (
-                f"input {boundary.index} has shape {tuple(x.shape)}; with an edge that is off, "
-                f"torch's operations take {most} only: use raw there, or fill the batch up"
-            )
-        if x.dtype.is_floating_point != boundary.dtype.is_floating_point:
-            return f"input {boundary.index} is {x.dtype}; {boundary.dtype} was declared"
-    wrong = _ids_error("sample_ids", sample_ids, rows)
-    wrong = wrong or _ids_error("next_sample_ids", next_ids, None)
-    if wrong is None and next_ids is not None and len(next_ids) > max_rows * n_microbatches:
-        wrong = f"{len(next_ids)} next_sample_ids; a step has at most {max_rows * n_microbatches}"
-    return wrong or _lengths_error(lengths, sizes)
+            if error is None and request.train and request.sample_ids is None and limits.needs_keys:
+                error = f"plan {limits.schemes} needs sample_ids"
+            if error is not None:
+                return {"error": error}
+            return header(request, self._known(first, request))
+        except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
+            return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
 
-
-def _ids_error(what: str, ids: Any, rows: int | None) -> str | None:
-    """What is wrong with ids of ``rows`` rows (None: of any number)."""
-    if ids is None:
-        return None
-    many = "rows" if rows is None else rows
-    wanted = f"{what} must be int64 of shape ({many},), or ({many}, 2) with a seed beside each id"
-    if not isinstance(ids, Tensor) or ids.is_meta:
-        return f"{wanted}, not {_kind_of(ids)}"
-    shaped = ids.dim() == 1 or (ids.dim() == 2 and ids.shape[1] == 2)
-    if str(ids.dtype) != "torch.int64" or not shaped or rows not in (None, ids.shape[0]):
-        return f"{wanted}, not {ids.dtype} of shape {tuple(ids.shape)}"
-    return None
-
-
-def scale_error(loss_scale: Any) -> str | None:
-    """What is wrong with a loss scale."""
-    if loss_scale is None:
-        return None
-    if isinstance(loss_scale, int | float) and 0 < loss_scale < math.inf:
-        return None
-    return f"loss_scale={loss_scale!r}: a finite number above 0, or None"
-
-
-def keys_of(ids: Tensor) -> list[int]:
-    """The key of each id, [rows] int64, or of each pair of an id and a seed, [rows, 2].
-
-    A pair's key is a 64-bit hash of both, as a signed number.
-    """
-    if ids.dim() == 1:
-        found: list[int] = ids.tolist()
-        return found
-    hashes = [xxhash.xxh3_64_intdigest(struct.pack("<2q", *pair)) for pair in ids.tolist()]
-    return [h - (1 << 64) * (h >> 63) for h in hashes]
-
-
-def _per_row_error(what: str, values: Any, rows: int) -> str | None:
-    if values is None:
-        return None
-    if not isinstance(values, Tensor):
-        return f"{what} must be an int64 tensor of shape ({rows},), not {_kind_of(values)}"
-    if str(values.dtype) != "torch.int64" or values.shape != (rows,):
-        return (
-            f"{what} must be int64 of shape ({rows},), "
-            f"not {values.dtype} of shape {tuple(values.shape)}"
+    def _known(self, first: PipelineStage, request: Request) -> str | None:
+        """A digit for each row, 1 where its input is that of its sample's last visit."""
+        if not request.train or request.sample_ids is None:
+            return None
+        lengths = None if request.lengths is None else request.lengths.tolist()
+        return self._frozen.known(
+            first.inputs, request.inputs, keys_of(request.sample_ids), lengths
         )
-    return None
+
+    def _mismatch(self, header: dict[str, Any], request: Request) -> str | None:
+        """Why this rank cannot take part in the step that the first stage announced."""
+        ids, lengths, target = request.sample_ids, request.lengths, request.target
+        if header["train"] != request.train:
+            return (
+                f"rank {self._rank} was called for another kind of step than the first stage's rank"
+            )
+        if ids is not None and not isinstance(ids, Tensor):
+            return f"rank {self._rank} was given sample_ids that are no tensor"
+        if ids is not None and header["ids"] not in (None, keys_of(ids)):
+            return f"rank {self._rank} was given other sample_ids than the first stage's rank"
+        if lengths is not None and header["lengths"] != lengths.tolist():
+            return f"rank {self._rank} was given other lengths than the first stage's rank"
+        if request.loss_scale != header["loss_scale"]:
+            return f"rank {self._rank} was given another loss_scale than the first stage's rank"
+        if request.train and not torch.is_grad_enabled():
+            return f"rank {self._rank} has gradients switched off; use eval, or enable them"
+        if self._last is not None and self._limits.has_loss:
+            if not isinstance(target, Tensor) or target.dim() == 0 or target.is_meta:
+                return f"rank {self._rank} holds the last stage and needs target, a tensor of rows"
+            if target.shape[0] != header["rows"]:
+                return (
+                    f"rank {self._rank} was given a target of {target.shape[0]} rows, "
+                    f"the first stage {header['rows']}"
+                )
+        return self._frozen.changed() if request.train else None
 
 
-def _lengths_error(lengths: Any, sizes: Sequence[int]) -> str | None:
-    wrong = _per_row_error("lengths", lengths, sizes[0])
-    if lengths is None or wrong:
-        return wrong
-    longest = sizes[1] if len(sizes) > 1 else 1
-    low, high = int(lengths.min()), int(lengths.max())
-    if low < 0 or high > longest:
-        return f"lengths must be within 0 … {longest}, found {low} … {high}"
-    return None
-
-
-def _kind_of(value: Any) -> str:
-    return "a meta tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def header(
-    train: bool,
-    codec: bool,
-    inputs: Sequence[Tensor],
-    sample_ids: Tensor | None,
-    lengths: Tensor | None,
-    error: str | None,
-    next_ids: Tensor | None = None,
-    known: str | None = None,
-    loss_scale: float | None = None,
-) -> dict[str, Any]:
+def header(request: Request, known: str | None) -> dict[str, Any]:
     """What the first stage's rank tells the others of a step, as JSON values.
 
     ``known``: a digit for each row, 1 where its input is that of its sample's last visit.
     """
-    if error is not None:
-        return {"error": error}
-    shape = list(inputs[0].shape)
+    shape = list(request.inputs[0].shape)
+    ids, following, lengths = request.sample_ids, request.next_ids, request.lengths
     return {
         "error": None,
-        "train": train,
-        "codec": codec,
+        "train": request.train,
+        "codec": request.codec,
         "rows": shape[0] if shape else 0,
         "seq_len": shape[1] if len(shape) > 1 else None,
-        "ids": None if sample_ids is None else keys_of(sample_ids),
-        "next": None if next_ids is None else keys_of(next_ids),
+        "ids": None if ids is None else keys_of(ids),
+        "next": None if following is None else keys_of(following),
         "lengths": None if lengths is None else lengths.tolist(),
         "known": known,
-        "loss_scale": loss_scale,
+        "loss_scale": request.loss_scale,
     }
 
 
@@ -220,28 +227,3 @@ def split_rows(
         )
         at += size
     return tuple(found)
-
-
-def origin_of(error: BaseException, rank: int) -> BaseException:
-    """The error of ours inside one that torch's schedule wrapped around it, else the error."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, LinkError | NonFiniteError):
-            return cause
-        if isinstance(cause, TransportError):
-            return LinkError(f"rank {rank}: {cause}")
-        cause = cause.__cause__
-    return error
-
-
-def reason_of(error: BaseException, rank: int) -> tuple[str, str]:
-    """(kind, text) of an error for the other ranks: ours as it is, others by their first cause."""
-    if isinstance(error, PeerAborted):
-        return error.kind, str(error)
-    if isinstance(error, LinkError | NonFiniteError):
-        return type(error).__name__, str(error)
-    first = error
-    while first.__cause__ is not None:
-        first = first.__cause__
-    kind = type(first).__name__
-    return kind, f"a stage of rank {rank} failed with {kind}: {' '.join(str(first).split())}"

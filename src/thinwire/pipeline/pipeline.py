@@ -14,7 +14,6 @@ A rank that fails tells the others why before it raises; they raise PeerAborted 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,26 +27,18 @@ from thinwire.boundary import StepPlan
 from thinwire.counters import LinkCounters, Timers, sum_reports
 from thinwire.errors import LinkError, NonFiniteError
 from thinwire.frame import Direction
-from thinwire.network import GlooTransport, Transport, TransportError
+from thinwire.network import GlooTransport, Transport
 from thinwire.pipeline import engine
 from thinwire.pipeline import state as link_state
-from thinwire.pipeline.agreement import (
-    check_deadline,
-    check_numbers,
-    header,
-    input_error,
-    keys_of,
-    origin_of,
-    reason_of,
-    scale_error,
-    step_plan,
-)
+from thinwire.pipeline.agreement import Agreement, Limits, check_deadline, check_numbers
 from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks, rank_names
 from thinwire.pipeline.control import Control
+from thinwire.pipeline.failures import Failures, reason_of
 from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.loss import TokenLoss
 from thinwire.pipeline.plan import Plan
 from thinwire.pipeline.remembered import Remembered, Storage
+from thinwire.pipeline.request import Request
 from thinwire.pipeline.stage import PipelineStage
 from thinwire.schemes import Scheme
 
@@ -133,25 +124,18 @@ class Pipeline:
         engine.check_modules(name, [s.submod for s in self.stages])
         self.rank: int = first.group_rank
         rank_of: dict[int, int] = dict(first.stage_index_to_group_rank)
-        self._root = rank_of[0]
         self.transport = transport or GlooTransport(ranks=group_ranks(first.group))
         self.timers = Timers()
         self._first = next((s for s in self.stages if s.is_first), None)
         self._last = next((s for s in self.stages if s.is_last), None)
         self._loss = engine.loss_of(schedule)
-        self._failed: str | None = None
-        self._asked_to_stop, self._step = False, 0
-        self._mode: bool | None = None  # training, evaluation, or nothing yet
+        self._asked_to_stop = False
         self._control = self._make_control(rank_of, first_deadline)
         self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
         self._control.allow_rows(rows, 2 * sum(self._setup.outputs))
         schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
         self._needs_keys = any(s.needs_keys for pair in schemes if pair for s in pair)
-        # torch's own operations, where an edge is off, take one shape only
-        self._fixed = any(
-            pair is None and rank_of[edge] != rank_of[edge + 1] for edge, pair in enumerate(schemes)
-        )
         self._frozen = self._find_frozen(schemes, rank_of, skip_frozen)
         connector = Connector(
             self.transport, self.plan, rank_of, self._control.run, self.timers, window
@@ -159,6 +143,8 @@ class Pipeline:
         self._ends = connector.connect(self.stages)
         for end in self._ends:
             end.incoming.deadline = first_deadline
+        self._failures = Failures(self.rank, self._control, self.transport, self._ends)
+        self._agreement = self._make_agreement(schemes, rank_of)
         self._remembered = Remembered(self._ends, references or Storage(), rows, self.timers)
         if self._needs_keys:
             self._share_capacity()
@@ -169,6 +155,25 @@ class Pipeline:
         control = Control(self.transport, self.rank, addresses, rank_names(rank_of))
         control.deadline = deadline
         return control
+
+    def _make_agreement(
+        self, schemes: Sequence[tuple[Scheme, Scheme] | None], rank_of: Mapping[int, int]
+    ) -> Agreement:
+        limits = Limits(
+            self._setup.max_rows,
+            self.n_microbatches,
+            self.seed,
+            fixed=any(
+                pair is None and rank_of[edge] != rank_of[edge + 1]
+                for edge, pair in enumerate(schemes)
+            ),
+            needs_keys=self._needs_keys,
+            has_loss=self._loss is not None,
+            schemes=f"{self.plan.forward} / {self.plan.backward}",
+        )
+        return Agreement(
+            self.stages, self._control, self._failures, self._ends, self._frozen, limits
+        )
 
     def _find_frozen(
         self,
@@ -187,7 +192,7 @@ class Pipeline:
 
     def _share_capacity(self) -> None:
         """Agree with all ranks on how much each link may remember."""
-        with self._failing_together():
+        with self._failures.shared():
             found = self._control.gather_setup(self._remembered.shares())
         for rank, shares in enumerate(found):
             if isinstance(shares, str):
@@ -241,11 +246,10 @@ class Pipeline:
         changed);
         LinkError (PeerAborted with the origin's reason) if another stage failed.
         """
-        plan = self._agree(
-            True, True, inputs, target, sample_ids, lengths, next_sample_ids, loss_scale
-        )
+        request = Request(True, inputs, target, sample_ids, lengths, next_sample_ids, loss_scale)
+        plan = self._agreement.plan(request)
         self._frozen.accept()
-        with self._failing_together():
+        with self._failures.shared():
             if self._needs_keys:
                 self._remembered.acquire(plan, self._control.gather_result)
             # of earlier steps: what is tied is summed over the owners already, none is scaled
@@ -277,9 +281,9 @@ class Pipeline:
 
         ``codec=False`` sends exact values. Modules are put into evaluation mode meanwhile.
         """
-        plan = self._agree(False, codec, inputs, target, None, lengths)
+        plan = self._agreement.plan(Request(False, inputs, target, None, lengths, codec=codec))
         modes = [(m, m.training) for s in self.stages for m in s.submod.modules()]
-        with self._failing_together():
+        with self._failures.shared():
             try:
                 for stage in self.stages:
                     stage.submod.eval()
@@ -357,7 +361,7 @@ class Pipeline:
         if not math.isfinite(norm):
             where = max(tuple(f[3]) for f in found)[1] or "no gradient on an edge was affected"
             raise NonFiniteError(
-                f"step {self._step}: the gradient is not finite (norm {norm}, loss {loss}; {where})"
+                f"step {plan.step}: the gradient is not finite (norm {norm}, loss {loss}; {where})"
             )
         if self.max_grad_norm is not None:
             scale = self.max_grad_norm / (norm + 1e-6)
@@ -397,131 +401,6 @@ class Pipeline:
                 total += float(norm) ** 2
         return total
 
-    # Agreeing on a step, or on giving up.
-
-    def _agree(
-        self,
-        train: bool,
-        codec: bool,
-        inputs: Sequence[Tensor],
-        target: Tensor | None,
-        sample_ids: Tensor | None,
-        lengths: Tensor | None,
-        next_ids: Tensor | None = None,
-        scale: float | None = None,
-    ) -> StepPlan:
-        """The step's plan, the same on all ranks, or the same ValueError."""
-        if self._failed is not None:
-            raise LinkError(f"this pipeline has given up: {self._failed}")
-        announced = None
-        if self._first is not None:
-            announced = self._announcement(
-                train, codec, inputs, sample_ids, lengths, next_ids, scale
-            )
-        with self._failing_together():
-            announced = self._control.broadcast_header(announced, root=self._root)
-        self._step += 1
-        if announced["error"]:
-            raise ValueError(announced["error"])
-        try:
-            mine = self._mismatch(announced, train, target, sample_ids, lengths, scale)
-        except Exception as error:  # noqa: BLE001  told to all ranks, as every mismatch is
-            mine = f"rank {self.rank}: its arguments cannot be read: {error}"
-        if self._mode != announced["train"]:
-            # torch's own set-up messages come next: make sure that all ranks will take part
-            with self._failing_together():
-                answers = self._control.gather_result(mine)
-            mine = next((a for a in answers if a), None)
-            if mine:
-                raise ValueError(mine)
-            self._mode = announced["train"]
-        plan = step_plan(announced, self._step, self.n_microbatches, self.seed, self._frozen.count)
-        if mine:
-            with self._failing_together():
-                for end in self._ends:
-                    end.outgoing.begin_step(plan)  # so that each receiver is told
-                raise ValueError(mine)
-        return plan
-
-    def _announcement(
-        self,
-        train: bool,
-        codec: bool,
-        inputs: Sequence[Any],
-        sample_ids: Any,
-        lengths: Any,
-        next_ids: Any,
-        scale: Any,
-    ) -> dict[str, Any]:
-        """The step's header, or what is wrong with the first stage's inputs."""
-        assert self._first is not None
-        rows, parts = self._setup.max_rows, self.n_microbatches
-        try:
-            error = input_error(
-                self._first.inputs, rows, parts, inputs, sample_ids, lengths, self._fixed, next_ids
-            )
-            error = error or scale_error(scale)
-            if error is None and train and sample_ids is None and self._needs_keys:
-                error = f"plan {self.plan.forward} / {self.plan.backward} needs sample_ids"
-            known = None
-            if error is None and train and sample_ids is not None:
-                given = None if lengths is None else lengths.tolist()
-                known = self._frozen.known(self._first.inputs, inputs, keys_of(sample_ids), given)
-            return header(train, codec, inputs, sample_ids, lengths, error, next_ids, known, scale)
-        except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
-            return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
-
-    def _mismatch(
-        self,
-        header: dict[str, Any],
-        train: bool,
-        target: Any,
-        sample_ids: Any,
-        lengths: Any,
-        scale: Any,
-    ) -> str | None:
-        """Why this rank cannot take part in the step that the first stage announced."""
-        if header["train"] != train:
-            return (
-                f"rank {self.rank} was called for another kind of step than the first stage's rank"
-            )
-        if sample_ids is not None and not isinstance(sample_ids, Tensor):
-            return f"rank {self.rank} was given sample_ids that are no tensor"
-        if sample_ids is not None and header["ids"] not in (None, keys_of(sample_ids)):
-            return f"rank {self.rank} was given other sample_ids than the first stage's rank"
-        if lengths is not None and header["lengths"] != lengths.tolist():
-            return f"rank {self.rank} was given other lengths than the first stage's rank"
-        if scale != header["loss_scale"]:
-            return f"rank {self.rank} was given another loss_scale than the first stage's rank"
-        if train and not torch.is_grad_enabled():
-            return f"rank {self.rank} has gradients switched off; use eval, or enable them"
-        if self._last is not None and engine.loss_of(self.schedule) is not None:
-            if not isinstance(target, Tensor) or target.dim() == 0 or target.is_meta:
-                return f"rank {self.rank} holds the last stage and needs target, a tensor of rows"
-            if target.shape[0] != header["rows"]:
-                return (
-                    f"rank {self.rank} was given a target of {target.shape[0]} rows, "
-                    f"the first stage {header['rows']}"
-                )
-        return self._frozen.changed() if train else None
-
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """If anything is raised inside, tell the other ranks why; the pipeline is then unusable."""
-        try:
-            yield
-        except BaseException as error:
-            origin = origin_of(error, self.rank)
-            kind, self._failed = reason_of(origin, self.rank)
-            tell = [*(end.outgoing.abort for end in self._ends), self._control.abort]
-            for abort in tell:
-                with contextlib.suppress(TransportError):  # that one is gone: the others are not
-                    abort(kind, self._failed)
-            self.transport.drain(_DRAIN_SECONDS)
-            if origin is not error:
-                raise origin from error
-            raise
-
     # Stopping, and going on.
 
     def ask_to_stop(self) -> None:
@@ -537,7 +416,7 @@ class Pipeline:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return {
-            "step": self._step,
+            "step": self._agreement.step,
             "counters": [counters.state() for counters in self.link_counters()],
             "references": (
                 link_state.save_references(self._remembered, folder) if references else []
@@ -553,9 +432,9 @@ class Pipeline:
         ValueError, with nothing changed, where ``saved`` is nothing that ``checkpoint`` returns;
         PeerAborted on the other ranks.
         """
-        with self._failing_together():
+        with self._failures.shared():
             link_state.check(saved)
-            self._step = saved["step"]
+            self._agreement.step = saved["step"]
             link_state.restore_counters(self.link_counters(), saved["counters"])
             without = link_state.load_references(
                 self._remembered, Path(folder), saved["references"]
@@ -610,7 +489,7 @@ class Pipeline:
 
     def _gathered(self, mine: Any) -> list[Any]:
         """All ranks' JSON values, between two steps (collective)."""
-        with self._failing_together():
+        with self._failures.shared():
             found = self._control.gather_setup(mine)
             self.transport.flush(self.deadline)
         return found
@@ -627,7 +506,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Release the transport; the pipeline is unusable afterwards."""
-        self._failed = self._failed or "it was closed"
+        self._failures.reason = self._failures.reason or "it was closed"
         self._remembered.close()
         self.transport.close()
 
