@@ -114,7 +114,10 @@ def equal(y: Tensor | None, z: Tensor | None) -> bool:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", ["delta(int4)", "delta(int2,first=int4)", "int8", "int3"])
+@pytest.mark.parametrize(
+    "spec",
+    ["delta(int4)", "delta(int2,first=int4)", "delta(int2,second=int4)", "int8", "int3"],
+)
 def test_both_ways_give_the_same_bytes_values_state_and_counts(
     spec: str, dtype: torch.dtype
 ) -> None:

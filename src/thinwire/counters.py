@@ -46,12 +46,15 @@ class Tally:
             setattr(self, name, getattr(self, name) + value)
 
 
+_EARLY = (Kind.FIRST, Kind.SECOND)  # of a sample's visits: not what a long run is made of
+_LATER = (Kind.CHANGE, Kind.SECOND, Kind.RESEED, Kind.SAME)
 _SUMS = ("training", "steady", "evaluation")  # fields of LinkCounters
 
 
 @dataclasses.dataclass
 class LinkCounters:
-    """One directed link's sums: training, evaluation, and training without first visits.
+    """One directed link's sums: training, evaluation, and training without first and second visits
+    that are coded in their own way.
 
     ``kinds`` has those of training by number of the kind. ``rested``: micro-batches of training for
     which nothing was sent, since the receiver remembers them.
@@ -73,7 +76,7 @@ class LinkCounters:
         if not train:
             self.evaluation.add(payload, total, sum(values))
             return
-        for tally in self._whole(any(s.kind == Kind.FIRST for s in sections)):
+        for tally in self._whole(any(s.kind in _EARLY for s in sections)):
             tally.add(payload, total, sum(values))
         # each section bears the message's headers in equal parts
         share = (total - payload) // max(len(sections), 1)
@@ -82,11 +85,11 @@ class LinkCounters:
 
     def tallies(self, kind: Kind) -> tuple[Tally, ...]:
         """What to add a message of training to that has one section."""
-        return (*self._whole(kind == Kind.FIRST), self.kinds[kind])
+        return (*self._whole(kind in _EARLY), self.kinds[kind])
 
-    def _whole(self, first: bool) -> tuple[Tally, ...]:
+    def _whole(self, early: bool) -> tuple[Tally, ...]:
         """The sums over messages of training to which one belongs."""
-        return (self.training,) if first else (self.training, self.steady)
+        return (self.training,) if early else (self.training, self.steady)
 
     def state(self) -> dict[str, Any]:
         """Everything counted, as JSON values that ``add`` takes."""
@@ -110,7 +113,7 @@ class LinkCounters:
     @property
     def hit_rate(self) -> float | None:
         """The share of values whose sample was remembered; None before the first value."""
-        known = sum(self.kinds[kind].values for kind in (Kind.CHANGE, Kind.RESEED, Kind.SAME))
+        known = sum(self.kinds[kind].values for kind in _LATER)
         return known / self.training.values if self.training.values else None
 
     def report(self) -> dict[str, Any]:

@@ -76,13 +76,14 @@ class Kind(enum.IntEnum):
     VALUE = 0  # a value; touches no state
     FIRST = 1  # a value that becomes the reference of its rows
     CHANGE = 2  # a change, to be added to the reference of its rows
-    RESEED = 3  # a value in the change's codec, sent since the change was larger; replaces
+    RESEED = 3  # a value, sent since the change was larger; replaces
     ABSENT = 4  # no gradient: decodes to zeros
     NONFINITE = 5  # a gradient with a NaN or an infinity: decodes to NaN, touches no state
     CONTROL = 6  # text or numbers between steps
     ABORT = 7  # the sender gave up; the payload is the reason
     SAME = 8  # the value is the reference, as far as the receiver could tell; no payload
     REPAIR = 9  # FIRST, since the two ends did not hold the same of these rows
+    SECOND = 10  # CHANGE at the second visit, in a codec of its own
 
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)

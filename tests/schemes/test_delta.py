@@ -31,11 +31,51 @@ SPECS = [
     "delta(int8:symmetric,first=fp16,ref=bf16)",
     "delta(int4:group=32,first=raw,ref=int4)",
     "delta(topk:0.2,first=int4,ref=bf16)",
+    "delta(int2,second=int5,ref=fp32)",
 ]
 
 
 def error(x, y):
     return float((x - y).norm() / x.norm())
+
+
+def test_a_second_visit_may_have_a_codec_of_its_own():
+    link, x = Link("delta(int2,second=int4)"), normal(4, 128)
+    found: list[Kind] = []
+    for n in range(4):
+        link.step(x + 0.1 * normal(4, 128, seed=n), range(4))
+        found.append(*link.kinds)
+    assert found == [Kind.FIRST, Kind.SECOND, Kind.CHANGE, Kind.CHANGE]
+    for end in (link.sender, link.receiver):
+        end.store.drop([2])
+    link.step(x, range(4))
+    assert link.kinds == [Kind.FIRST, Kind.CHANGE]
+    link.step(x + 0.1 * normal(4, 128, seed=9), range(4))
+    assert link.kinds == [Kind.CHANGE, Kind.SECOND]
+
+
+def test_a_second_visit_in_more_bits_leaves_a_smaller_error():
+    x, errors = normal(4, 512), {}
+    for spec in ("delta(int2)", "delta(int2,second=int4)", "delta(int4)"):
+        link = Link(spec)
+        link.step(x, range(4))
+        moved = x + 0.5 * normal(4, 512, seed=1)
+        errors[spec] = error(moved, link.step(moved, range(4)))
+    narrow, wide_second, wide = errors.values()
+    assert wide_second == wide < narrow / 3
+
+
+def test_a_second_visit_that_is_too_far_off_is_sent_as_a_value_in_its_codec():
+    link = Link("delta(int2,second=int8)")
+    link.step(normal(4, 512), range(4))
+    x = normal(4, 512, seed=1)
+    assert error(x, link.step(x, range(4))) < 0.01
+    assert link.kinds == [Kind.RESEED]
+
+
+def test_a_codec_of_second_visits_that_is_that_of_later_ones_is_not_named():
+    assert str(scheme("delta(int2,second=int2)")) == "delta(int2)"
+    assert str(scheme("delta(int2,second=int4)")) == "delta(int2,second=int4)"
 
 
 # The closed loop.

@@ -1,12 +1,13 @@
-"""``delta(change, first=int8)``: the change since the sample's last visit (AQ-SGD).
+"""``delta(change, first=int8, second=change)``: the change since the sample's last visit (AQ-SGD).
 
 Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activation Compression
 with Guarantees", Algorithm 1. Both ends hold, for each sample, the reference m: what the receiver
 has computed on at the last visit. On a visit with value x
 
 1. seen for the first time: y <- decode(first.encode(x));
-2. later: y <- m + decode(change.encode(x - m)), a closed loop, since m includes old errors;
-3. where the change has more energy than the value: y <- decode(change.encode(x));
+2. later: y <- m + decode(change.encode(x - m)), a closed loop, since m includes old errors; at its
+   second visit, where the change is largest, by ``second``;
+3. where the change has more energy than the value: y <- decode(second.encode(x));
 4. where the change is less than an int8 reference is off anyway: y <- m, and only that is sent;
 5. the receiver computes on y; the sender back-propagates through its exact x;
 6. m <- y as ``ref`` keeps it: fp32, bf16, int8 or int4.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -50,24 +52,34 @@ from thinwire.store import Visit as Mode
 
 #: Not float32: the first epoch would otherwise bound the speed-up of the whole run.
 FIRST_VISIT = codec("int8")
-_IN_CHANGE = (Kind.CHANGE, Kind.RESEED, Kind.SAME)
+_CHANGES = (Kind.CHANGE, Kind.SECOND)
+_IN_SECOND = (Kind.SECOND, Kind.RESEED)
+_IN_CHANGE = (Kind.CHANGE, Kind.SAME)
 
 
 @register("scheme", "delta")
 @dataclasses.dataclass(frozen=True)
 class Delta(Scheme):
-    """``change`` codes the later visits, ``first`` each sample's first; ``ref`` keeps what both
-    ends remember."""
+    """``change`` codes the later visits, ``first`` each sample's first, ``second`` the one after;
+    ``ref`` keeps what both ends remember."""
 
     needs_keys: ClassVar[bool] = True
 
     change: Codec
     first: Codec = FIRST_VISIT
+    second: Codec = dataclasses.field(
+        default=None,  # type: ignore[assignment]  # filled in
+        metadata={"derive": operator.attrgetter("change")},
+    )
     ref: Literal["fp32", "bf16", "int8", "int4"] = "int8"
+
+    def __post_init__(self) -> None:
+        if self.second is None:
+            object.__setattr__(self, "second", self.change)  # type: ignore[unreachable]
 
     @property
     def stochastic(self) -> bool:
-        return self.change.stochastic or self.first.stochastic
+        return any(c.stochastic for c in (self.change, self.first, self.second))
 
     def sender(self) -> Sender:
         return _DeltaSender(self)
@@ -79,15 +91,20 @@ class Delta(Scheme):
         return Value(self.first)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        first = self.first.row_nbytes(n, torch.float32)
-        return max(first, self.change.row_nbytes(n, torch.float32))
+        codecs = (self.first, self.second, self.change)
+        return max(c.row_nbytes(n, torch.float32) for c in codecs)
 
     def codec_of(self, kind: Kind) -> Codec:
         """The codec in which sections of ``kind`` travel."""
+        if kind in _IN_SECOND:
+            return self.second
         return self.change if kind in _IN_CHANGE else self.first
 
 
-_DELTA_KINDS = (Kind.VALUE, Kind.FIRST, Kind.REPAIR, Kind.CHANGE, Kind.RESEED, Kind.SAME)
+_DELTA_KINDS = (
+    *(Kind.VALUE, Kind.FIRST, Kind.REPAIR),
+    *(Kind.CHANGE, Kind.SECOND, Kind.RESEED, Kind.SAME),
+)
 _KINDS = {
     Mode.FIRST: Kind.FIRST,
     Mode.AGAIN: Kind.CHANGE,
@@ -95,12 +112,13 @@ _KINDS = {
     Mode.UNKEPT: Kind.VALUE,
 }
 
-#: What a receiver plans of rows that come as these. That a first visit is a repair is known only to
-#: an end that has dropped the sample, which the other may never have had.
-_PLANNED = {
-    Kind.RESEED: Kind.CHANGE,
-    Kind.SAME: Kind.CHANGE,
-    Kind.REPAIR: Kind.FIRST,
+#: What a receiver may have planned of rows that come as these. That a first visit is a repair is
+#: known only to an end that has dropped the sample, which the other may never have had.
+_PLANNED = {kind: (kind,) for kind in _DELTA_KINDS} | {
+    Kind.RESEED: _CHANGES,
+    Kind.SAME: _CHANGES,
+    Kind.REPAIR: (Kind.FIRST, Kind.REPAIR),
+    Kind.FIRST: (Kind.FIRST, Kind.REPAIR),
 }
 
 
@@ -132,17 +150,25 @@ class _DeltaEnd:
         plan = self.store.plan(microbatches)
         self.store.begin(microbatches, plan)
         self._plan = [[_KINDS[mode] for mode in modes] for modes in plan.visits]
+        if self.scheme.second != self.scheme.change:
+            self._mark_seconds(visits)
         if self._repaired:
             self._mark_repairs(visits)
         self._visits = tuple(visits)
 
     def remembers(self, microbatch: int) -> bool:
         kinds = self._plan[microbatch]
-        return bool(kinds) and kinds.count(Kind.CHANGE) == len(kinds)
+        return bool(kinds) and all(kind in _CHANGES for kind in kinds)
 
     def repair(self, keys: Sequence[int]) -> None:
         self.store.drop(keys)
         self._repaired.update(keys)
+
+    def _mark_seconds(self, visits: Sequence[Visit]) -> None:
+        for kinds, visit in zip(self._plan, visits, strict=True):
+            for row, version in enumerate(self.store.versions(_keys(visit))):
+                if kinds[row] == Kind.CHANGE and version == 1:
+                    kinds[row] = Kind.SECOND
 
     def _mark_repairs(self, visits: Sequence[Visit]) -> None:
         for kinds, visit in zip(self._plan, visits, strict=True):
@@ -170,14 +196,14 @@ class _DeltaEnd:
     def kinds(self, microbatch: int, visit: Visit) -> list[Kind]:
         """The kind of each row, as planned unless its length came out otherwise.
 
-        A sender may still turn CHANGE into RESEED or SAME.
+        A sender may still turn changes into RESEED or SAME.
         """
         kinds = list(self._plan[microbatch])
         if visit is self._visits[microbatch]:
             return kinds
         held = self.store.lengths
         for row, (key, n) in enumerate(zip(_keys(visit), visit.lengths, strict=True)):
-            if kinds[row] == Kind.CHANGE and held.get(key) != n:
+            if kinds[row] in _CHANGES and held.get(key) != n:
                 kinds[row] = Kind.FIRST
         return kinds
 
@@ -243,6 +269,7 @@ class _DeltaEnd:
 
 _SHORT: dict[Kind, type[ForeseenChange | ForeseenFirst]] = {
     Kind.CHANGE: ForeseenChange,
+    Kind.SECOND: ForeseenChange,
     Kind.FIRST: ForeseenFirst,
     Kind.REPAIR: ForeseenFirst,
 }
@@ -290,11 +317,11 @@ class _DeltaSender(_DeltaEnd, Sender):
         """The rows of ``kind``: one section of them, or more if some changes turn out too large, or
         nothing."""
         rows = [r for r, k in enumerate(kinds) if k == kind]
-        if kind != Kind.CHANGE:
+        if kind not in _CHANGES:
             return [self._value(kind, values, rows, visit, space)]
         before = self.store.rows(_some_keys(_keys(visit), rows))
         after = self.room(before)
-        payload, energies = self.scheme.change.encode_change(
+        payload, energies = self.scheme.codec_of(kind).encode_change(
             _some(values, rows),
             _lengths(visit, rows),
             _seeds(visit, rows),
@@ -313,8 +340,8 @@ class _DeltaSender(_DeltaEnd, Sender):
         if Kind.RESEED not in found and Kind.SAME not in found:
             return [_Coded(kind, rows, space.took(payload), after)]
         coded = []
-        if Kind.CHANGE in found:
-            coded += self._code(Kind.CHANGE, values, kinds, visit, space)
+        if kind in found:
+            coded += self._code(kind, values, kinds, visit, space)
         if Kind.RESEED in found:
             large = [r for r in rows if kinds[r] == Kind.RESEED]
             coded.append(self._value(Kind.RESEED, values, large, visit, space))
@@ -393,7 +420,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         """The values of ``section`` into ``y`` [keys, n]; returns the references they leave."""
         coder, count = self.scheme.codec_of(section.kind), len(keys)
         lengths = _lengths(visit, range(count) if section.rows is None else section.rows)
-        if section.kind == Kind.CHANGE:
+        if section.kind in _CHANGES:
             before = self.store.rows(keys)
             after = self.room(before)
             coder.decode_change(section.payload, lengths, before, after, self.keeping, y)
@@ -428,7 +455,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
         for section in sections:
             rows = range(len(keys)) if section.rows is None else section.rows
             there = _some_keys(keys, rows)
-            kind = _PLANNED.get(section.kind, section.kind)
+            fitting = _PLANNED[section.kind]
             if section.codec != self.names[section.kind]:
                 raise FrameError(
                     f"{section.kind.name} coded as {section.codec!r}; this end has {self.scheme}"
@@ -438,9 +465,7 @@ class _DeltaReceiver(_DeltaEnd, Receiver):
             if section.keys != _digest(visit, there):
                 raise FrameError("the two ends hold different sample ids for this micro-batch")
             held = self.store.versions(there)
-            if section.versions != held or any(
-                _PLANNED.get(planned[r], planned[r]) != kind for r in rows
-            ):
+            if section.versions != held or any(planned[r] not in fitting for r in rows):
                 sent = section.versions or [-1] * len(there)
                 k = next((k for k, v in enumerate(sent) if v != held[k]), 0)
                 raise FrameError(

@@ -212,7 +212,9 @@ def rest_sentence(links: list[dict[str, Any]]) -> str | None:
 def first_visits_only(summary: dict[str, Any]) -> str | None:
     """A note where a scheme that sends changes has not sent one yet; else None."""
     kinds = [link["kinds"].keys() for link in summary["links"]]
-    changes = any(k & {"change", "reseed"} for k in kinds) or rest_sentence(summary["links"])
+    changes = any(k & {"change", "second", "reseed"} for k in kinds) or rest_sentence(
+        summary["links"]
+    )
     if not any("first" in k for k in kinds) or changes:
         return None
     return (
