@@ -37,6 +37,10 @@ NARROW_FIRST = tuple(
     }.items()
     for change in changes
 )
+#: Second visits in more bits than later ones.
+WIDE_SECOND = (("delta(int2,second=int4)", "int4"), ("delta(int2,first=int6,second=int4)", "int4"))
+#: Why four stages lose more: one direction at a time.
+APART = (("delta(int4)", "int4"), ("delta(int2)", "int8"), ("raw", "int4"))
 ALL = tuple(DIRECT)
 MAIN = ("4/8", "2/4", "4/4")  # of these, for settings where all are too many
 
@@ -99,13 +103,15 @@ def _blocks() -> Iterator[Case]:
     yield from _plans(claim, ALL, seed=0)
     for seed in SEEDS:  # what decides the width of gradients
         yield from _with(dataclasses.replace(claim, seed=seed), delta(DIRECT["4/4"]))
-    yield from _with(claim, *NARROW_FIRST)
-    yield dataclasses.replace(claim, stages=4)  # fp32 there gives the same bits: once
+    yield from _with(claim, *NARROW_FIRST[:4], *WIDE_SECOND)
+    deep = dataclasses.replace(claim, stages=4)
+    yield deep  # fp32 there gives the same bits: once
+    yield from _with(deep, delta(DIRECT["2/4"]), DIRECT["2/4"], *WIDE_SECOND[:1], *APART)
     for elsewhere in _elsewhere(claim):
         yield from (case for case in _plans(elsewhere, MAIN[:2], seed=0) if not case.ulp)
     yield from _ablations(claim)
     for seed in SEEDS:
-        yield from _with(dataclasses.replace(claim, seed=seed), *NARROW_FIRST)
+        yield from _with(dataclasses.replace(claim, seed=seed), *NARROW_FIRST, *WIDE_SECOND)
     for seed in SEEDS:
         yield from _plans(claim, ALL, seed)
     yield from _learning_rates(claim)
