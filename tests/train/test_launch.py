@@ -73,7 +73,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
     result = run(*TINY, "--out", "run", cwd=tmp_path)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "run").glob("[!.]*")) == [
         "config.toml",
         "metrics.jsonl",
         "rank-0",
