@@ -31,7 +31,7 @@ DIRECT = {
 NARROW_FIRST = tuple(
     (f"delta({change},first={first})", "int4")
     for first, changes in {
-        "int6": ("int3", "int2", "int4"),
+        "int6": ("int3", "int4", "int2"),
         "int4": ("int4", "int3", "int2"),
         "int5": ("int3",),
     }.items()
@@ -103,10 +103,14 @@ def _blocks() -> Iterator[Case]:
     yield from _plans(claim, ALL, seed=0)
     for seed in SEEDS:  # what decides the width of gradients
         yield from _with(dataclasses.replace(claim, seed=seed), delta(DIRECT["4/4"]))
-    yield from _with(claim, *NARROW_FIRST[:4], *WIDE_SECOND)
     deep = dataclasses.replace(claim, stages=4)
     yield deep  # fp32 there gives the same bits: once
-    yield from _with(deep, delta(DIRECT["2/4"]), DIRECT["2/4"], *WIDE_SECOND[:1], *APART)
+    yield from _with(claim, *NARROW_FIRST[:2])
+    yield from _with(deep, delta(DIRECT["2/4"]), DIRECT["2/4"])
+    other = dataclasses.replace(claim, text="persuasion")
+    yield from _with(other, FP32, delta(DIRECT["4/8"]), DIRECT["4/8"])
+    yield from _with(deep, *WIDE_SECOND[:1], *APART)
+    yield from _with(claim, *NARROW_FIRST, *WIDE_SECOND)
     for elsewhere in _elsewhere(claim):
         yield from (case for case in _plans(elsewhere, MAIN[:2], seed=0) if not case.ulp)
     yield from _ablations(claim)
