@@ -69,7 +69,7 @@ def test_without_a_budget_all_is_in_ram(tmp_path):
     text = sentence(made, need, kept, [], torch.device("cpu"))
     assert text is not None
     assert text.startswith("references: 100 samples at one end of a link, 214 kB a rank, in RAM")
-    assert text.endswith("nothing is written to disk unless the run is stopped")
+    assert text.endswith("none goes to disk unless the run is stopped")
 
 
 FOLDERS = {  # settings, samples: what is said of them
@@ -165,7 +165,7 @@ def test_a_bound_of_the_disk_counts_wherever_the_references_lie(tmp_path):
     need = need_of(made, 0, 100)
     text = sentence(made, need, storage_of(made, need, tmp_path, 2), [], torch.device("cpu"))
     assert text is not None
-    assert "there is room for 50 % of the samples; nothing is written to disk unless" in text
+    assert "there is room for 50 % of the samples; none goes to disk unless" in text
 
 
 def test_without_a_disk_checkpoints_bound_nothing(tmp_path):
@@ -209,13 +209,14 @@ def summary(**kinds: int):
     return {
         "links": [
             {
+                "direction": "forward",
                 "values": sum(kinds.values()),
                 "kinds": {kind: {"values": n} for kind, n in kinds.items()},
             }
         ],
         "checkpoints": {"count": 1, "bytes": 3_000_000},
         "references": [],
-        "config": {"ref": {"disk": None}},
+        "config": {"ref": {"disk": None}, "plan": {"forward": "delta(int4)"}},
     }
 
 
@@ -230,7 +231,10 @@ def test_what_went_to_disk_is_told_at_the_end():
 
 def test_visits_for_which_there_was_no_room_are_told_at_the_end():
     assert storage.no_room(summary(first=50, change=50)) is None
-    assert storage.no_room(summary(value=100)) is None  # nothing is remembered
+    assert "at 100.0 % of visits" in str(storage.no_room(summary(value=100)))
+    stateless = summary(value=100)
+    stateless["config"]["plan"]["forward"] = "int4"
+    assert storage.no_room(stateless) is None
     found = summary(first=50, change=25, value=25)
     line = storage.no_room(found)
     assert line is not None
@@ -238,6 +242,12 @@ def test_visits_for_which_there_was_no_room_are_told_at_the_end():
     assert "raise --ref.budget" in line
     found["config"]["ref"]["disk"] = "1gb"
     assert "raise --ref.disk" in str(storage.no_room(found))
+
+
+def test_a_disk_without_room_for_a_sample_is_refused(tmp_path):
+    made = config(f"--ref.disk={4 * SLOT - 1}b")
+    with pytest.raises(ConfigError, match=r"--ref.disk \d+b has room for no sample: one takes"):
+        storage_of(made, need_of(made, 0, 100), tmp_path, 2)
 
 
 def test_a_run_that_remembers_nothing_says_nothing():

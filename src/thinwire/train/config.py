@@ -226,6 +226,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The values of a TOML file under their dotted names."""
     try:
         return from_toml(path.read_text(encoding="utf-8"), path)
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder; a run is repeated from its config.toml, and goes on with --resume"
+        ) from None
     except OSError as error:
         raise ConfigError(f"can't read the config file {path}: {error.strerror}") from None
     except UnicodeDecodeError:

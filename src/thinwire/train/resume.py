@@ -26,7 +26,7 @@ from thinwire.train import disk, metrics, model, override, ranks, weights
 from thinwire.train.build import Run
 from thinwire.train.checkpoint import PROGRESS_FILE, set_generator_states, versions
 from thinwire.train.choose import Choice, choose
-from thinwire.train.config import ConfigError
+from thinwire.train.config import Config, ConfigError
 from thinwire.train.home import Home
 from thinwire.train.journal import Journal
 
@@ -153,7 +153,16 @@ def _read_own(run: Run, home: Home, choice: Choice) -> tuple[Progress, list[str]
     for other in disk.parts(part.folder.parent):
         if other.folder != part.folder:  # what an older checkpoint needs stays until it is deleted
             run.pipeline.hold(other.folder, other.manifest["pipeline"])
-    return Progress(choice.key.step, part.manifest["journal"], steps_ms), lines
+    noted = dict(part.manifest["journal"])
+    saved = configuration.build(configuration.from_toml(part.manifest["config"], home.folder))
+    if choice.key.step < run.steps and _timed(saved) != _timed(run.config):
+        noted["clock"], steps_ms = {}, ()  # an average over both would describe neither
+    return Progress(choice.key.step, noted, steps_ms), lines
+
+
+def _timed(config: Config) -> tuple[Any, ...]:
+    """The settings on which the time of a step depends, and that may change."""
+    return config.link, config.plan, config.pipeline, config.threads
 
 
 def _bring_references(before: Path, own: Path) -> None:

@@ -79,6 +79,12 @@ def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw
     ram = None if config.ref.budget is None else parse_size(config.ref.budget, "--ref.budget")
     disk = None if config.ref.disk is None else parse_size(config.ref.disk, "--ref.disk")
     kept = need.total if not disk else min(need.total, disk // _COPIES)
+    if disk and disk // _COPIES < need.slots_a_sample:
+        raise ConfigError(
+            f"--ref.disk {config.ref.disk} has room for no sample: one takes "
+            f"{bytes_text(need.slots_a_sample)} at this rank, up to {_COPIES} times; raise it, or "
+            "remember nothing, as with --forward tile"
+        )
     if ram is None:
         _check_ram(config, need, kept, local_ranks)
     if disk == 0:
@@ -141,7 +147,7 @@ def sentence(
     part = "" if room >= 1 else f"; there is room for {100 * room:.0f} % of the samples"
     is_spilled = _spilled(need, storage) > 0
     if not is_spilled and not config.checkpoint.every:
-        return f"{text}, in RAM{memory}{part}; nothing is written to disk unless the run is stopped"
+        return f"{text}, in RAM{memory}{part}; none goes to disk unless the run is stopped"
     kept = _where(config, storage, is_spilled, memory)
     step_s = pace.least_step_s(config, room, stages, device)
     a_day = written_a_step(config, need, storage) * _DAY / step_s
@@ -210,10 +216,11 @@ def disk_sentence(summary: Mapping[str, Any]) -> str:
 
 def no_room(summary: Mapping[str, Any]) -> str | None:
     """On how many visits there was no room to remember the sample; None if there always was."""
+    plan = summary["config"]["plan"]
     shares = [
         link["kinds"]["value"]["values"] / link["values"]
         for link in summary["links"]
-        if "first" in link["kinds"] and "value" in link["kinds"]
+        if tw.scheme(plan[link["direction"]]).needs_keys and "value" in link["kinds"]
     ]
     if not shares:
         return None
