@@ -313,6 +313,70 @@ def test_on_fewer_ranks_the_checkpoint_before_stays_whole_as_long_as_it_may_be_n
     assert not (folder / "rank-3").exists()
 
 
+def test_other_ranks_in_between_leave_what_a_checkpoint_needs_on_disk(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--train.epochs=6", "--checkpoint.every=4"]
+    options += ["--ref.budget=7kb"]
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    pool.run(run, options, whole, world_size=2)
+    pool.run(run, options, cut, ending=Ending(crash_after=5), world_size=2)
+    words = ["--pipeline.stages=4", "--ref.budget=13kb", "--checkpoint.every=50"]
+    ending = Ending(crash_after=6)
+    found = pool.run(run, words, cut, resumed=True, ending=ending, world_size=4)
+    assert "their references are dropped" in found[0].shown
+    words = ["--pipeline.stages=2", "--ref.budget=7kb", "--checkpoint.every=4"]
+    found = pool.run(run, words, cut, resumed=True, world_size=2)
+    assert "goes on after step 4" in found[0].shown
+    assert_equal_runs(Path(whole), Path(cut))
+
+
+def test_a_checkpoint_in_the_folder_that_a_run_returns_to_stays_whole(
+    pool: Pool, tmp_path: Path
+) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--train.epochs=6", "--checkpoint.every=3"]
+    options += ["--ref.budget=7kb"]
+    whole, cut, away = str(tmp_path / "whole"), str(tmp_path / "cut"), tmp_path / "away"
+    pool.run(run, options, whole, world_size=2)
+    pool.run(run, options, cut, ending=Ending(crash_after=4), world_size=2)
+    words = ["--checkpoint.dir", str(away), "--checkpoint.every=5"]
+    ending = Ending(crash_after=4)
+    pool.run(run, words, cut, resumed=True, ending=ending, world_size=2)
+    words = ["--checkpoint.dir", cut, "--checkpoint.every=50"]
+    found = pool.run(run, words, cut, resumed=True, ending=Ending(crash_after=7), world_size=2)
+    assert "goes on after step 5" in found[0].shown
+    for rank in range(2):
+        flip(away / f"rank-{rank}" / "step-00000005" / "model.safetensors")
+    found = pool.run(run, ["--checkpoint.every=3"], cut, resumed=True, world_size=2)
+    assert "goes on after step 3" in found[0].shown
+    assert_equal_runs(Path(whole), Path(cut))
+
+
+def test_another_folder_and_another_budget_at_once_drop_nothing(pool: Pool, tmp_path: Path) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--ref.budget=7kb"]
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    pool.run(run, options, whole, world_size=2)
+    pool.run(run, options, cut, ending=Ending(stop_at=4), world_size=2)
+    words = ["--ref.budget=none", "--checkpoint.dir", str(tmp_path / "away")]
+    found = pool.run(run, words, cut, resumed=True, world_size=2)
+    assert "dropped" not in found[0].shown
+    assert records(Path(whole)) == records(Path(cut))
+    assert results(Path(whole)) == results(Path(cut))
+
+
+def test_a_damaged_checkpoint_is_none_of_the_two_that_are_kept(pool: Pool, tmp_path: Path) -> None:
+    options = [*TINY, "--data.path", text_in(tmp_path), "--checkpoint.every=3"]
+    folder = tmp_path / "run"
+    pool.run(run, options, str(folder), ending=Ending(crash_after=7), world_size=2)
+    for rank in range(2):
+        flip(folder / f"rank-{rank}" / "step-00000006" / "model.safetensors")
+    words = ["--checkpoint.every=1"]
+    ending = Ending(crash_after=2)
+    found = pool.run(run, words, str(folder), resumed=True, ending=ending, world_size=2)
+    assert "goes on after step 3" in found[0].shown
+    assert [steps_of(folder / f"rank-{rank}") for rank in range(2)] == [[4, 5], [4, 5]]
+
+
 def on_a_full_disk(rank: int, world_size: int, options: list[str], folder: str) -> str:
     """How a run ends where rank 1 cannot write its second checkpoint."""
     write = disk.write

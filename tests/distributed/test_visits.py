@@ -168,6 +168,7 @@ def scaled_wrongly(rank: int, world_size: int, scales: list[Any]) -> None:
     ("scales", "what"),
     [
         ([0.0, 0.0], "loss_scale=0.0: a finite number above 0, or None"),
+        ([10**400, 10**400], "a finite number above 0, or None"),
         (["2", "2"], "loss_scale='2': a finite number"),
         ([2.0, 4.0], "rank 1 was given another loss_scale than the first stage's rank"),
     ],

@@ -1,5 +1,6 @@
 """Slots on disk: none is given twice, a pinned one is left alone, and files keep to their limit."""
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,3 +96,44 @@ def test_a_larger_slot_is_taken_where_nothing_else_is_left(files: SlotFiles) -> 
 def test_a_slot_is_at_most_an_eighth_larger_than_its_row(nbytes: int) -> None:
     assert nbytes <= slot_size(nbytes) <= max(nbytes * 9 / 8, nbytes + 16)
     assert slot_size(slot_size(nbytes)) == slot_size(nbytes)
+
+
+def test_files_of_rows_of_other_sizes_that_are_there_already_count(tmp_path: Path) -> None:
+    before = SlotFiles(tmp_path, "rows", LIMIT)
+    while (slot := before.place(900, None)) is not None:
+        before.write(slot, memoryview(bytes(900)))
+    before.close()
+    files = SlotFiles(tmp_path, "rows", LIMIT)
+    while (slot := files.place(100, None)) is not None:
+        files.write(slot, memoryview(bytes(100)))
+        assert on_disk(tmp_path) <= LIMIT
+    files.close()
+
+
+def test_a_write_that_comes_after_its_slot_was_given_up_leaves_the_file_short(
+    tmp_path: Path,
+) -> None:
+    files = SlotFiles(tmp_path, "rows", LIMIT)
+    slots = []
+    while (slot := files.place(900, None)) is not None:
+        files.write(slot, memoryview(bytes(900)))
+        slots.append(slot)
+    for slot in slots:
+        files.free(slot)
+    while (small := files.place(100, None)) is not None:
+        if small.size == slot_size(100):
+            files.write(small, memoryview(bytes(100)))
+    files.write(slots[-1], memoryview(bytes(900)))
+    assert on_disk(tmp_path) <= LIMIT
+    files.close()
+
+
+def test_the_names_of_new_files_are_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, synced = SlotFiles(tmp_path, "rows"), []
+    assert files.place(100, None) is not None
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    files.sync()
+    assert tmp_path.stat().st_ino in synced
+    files.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +91,7 @@ def _scale_error(loss_scale: Any) -> str | None:
     """What is wrong with a loss scale."""
     if loss_scale is None:
         return None
-    if isinstance(loss_scale, int | float) and 0 < loss_scale < math.inf:
+    if isinstance(loss_scale, int | float) and 0 < loss_scale <= sys.float_info.max:
         return None
     return f"loss_scale={loss_scale!r}: a finite number above 0, or None"
 

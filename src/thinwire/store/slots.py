@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,8 @@ class SlotFiles:
     def __init__(self, folder: Path, name: str, limit: int | None = None) -> None:
         self._folder, self._name, self._limit = folder, name, limit
         self._files: dict[int, _File] = {}
+        self._found = False
+        self._shrinking = threading.Lock()
 
     def _path(self, size: int) -> Path:
         return self._folder / f"{self._name}-{size}.rows"
@@ -77,6 +80,17 @@ class SlotFiles:
             self._files[size] = _File(descriptor, *nothing, [])
         return self._files[size]
 
+    def _find(self) -> None:
+        """Take the files that are there already into account, before the first slot is given: they
+        may be of rows of other sizes, which nobody names any more."""
+        if self._found:
+            return
+        self._found = True
+        for path in self._folder.glob(f"{self._name}-*.rows"):
+            size = path.name.removeprefix(f"{self._name}-").removesuffix(".rows")
+            if size.isdecimal() and slot_size(int(size)) == int(size):
+                self._file(int(size)).grow(-(-path.stat().st_size // int(size)))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all files, as long as they have grown."""
@@ -85,6 +99,7 @@ class SlotFiles:
     def place(self, nbytes: int, before: Slot | None) -> Slot | None:
         """Where a row of ``nbytes`` may be written that was in ``before``: there, if it fits and
         no checkpoint needs it. None where there is no room."""
+        self._find()
         size = slot_size(nbytes)
         if before is not None:
             if before.size >= size and not self._files[before.size].pins[before.number]:
@@ -117,9 +132,10 @@ class SlotFiles:
             taken = np.flatnonzero(file.live | (file.pins > 0))
             count = int(taken[-1]) + 1 if len(taken) else 0
             if size != but and count < len(file.live):
-                file.live, file.pins = file.live[:count], file.pins[:count]
-                file.free = [number for number in file.free if number < count]
-                os.ftruncate(file.descriptor, count * size)
+                with self._shrinking:
+                    file.live, file.pins = file.live[:count], file.pins[:count]
+                    file.free = [number for number in file.free if number < count]
+                    os.ftruncate(file.descriptor, count * size)
 
     def free(self, slot: Slot) -> None:
         """The row in ``slot`` is no longer needed, but by checkpoints."""
@@ -144,6 +160,7 @@ class SlotFiles:
 
     def adopt(self, slots: Sequence[Slot], live: bool) -> None:
         """Pin the slots of a checkpoint that was found; ``live``: they are the present rows too."""
+        self._find()
         for size in sorted({slot.size for slot in slots}):
             file = self._file(size)
             numbers = np.array([slot.number for slot in slots if slot.size == size])
@@ -155,8 +172,13 @@ class SlotFiles:
             file.free = [number for number in file.free if number not in taken]
 
     def write(self, slot: Slot, row: memoryview) -> None:
-        """Write ``row``; raises OSError."""
-        done = os.pwrite(self._files[slot.size].descriptor, row, slot.number * slot.size)
+        """Write ``row``; raises OSError. A slot that has been given up since is left out, or the
+        file would grow again."""
+        file = self._files[slot.size]
+        with self._shrinking:
+            if slot.number >= len(file.live):
+                return
+            done = os.pwrite(file.descriptor, row, slot.number * slot.size)
         if done != row.nbytes:
             raise OSError(f"only {done} bytes of a reference could be written")
 
@@ -170,6 +192,11 @@ class SlotFiles:
         """What was written is on the disk."""
         for file in self._files.values():
             os.fsync(file.descriptor)
+        folder = os.open(self._folder, os.O_RDONLY)  # the names of new files
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def close(self) -> None:
         for file in self._files.values():

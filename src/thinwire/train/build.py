@@ -114,10 +114,13 @@ def remembers(spec: str) -> bool:
     return spec != "off" and tw.scheme(spec).needs_keys
 
 
-def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
+def build(
+    config: Config, text: data.Text, place: Place, own: Path, is_on_disk: bool = False
+) -> Run:
     """Cut the text, and build this rank's stages, its pipeline and its optimizer.
 
-    ``own``: the folder of this rank alone, which need not be there yet.
+    ``own``: the folder of this rank alone, which need not be there yet. ``is_on_disk``: a resumed
+    run has rows of references elsewhere, which will be brought here.
     """
     training, validation = cut(config, text)
     if len(training) < config.pipeline.microbatches:
@@ -127,7 +130,9 @@ def build(config: Config, text: data.Text, place: Place, own: Path) -> Run:
             "--model.context"
         )
     need = storage.need_of(config, place.rank, len(training))
-    kept = storage.storage_of(config, need, own / disk.REFERENCES, place.local_world_size)
+    kept = storage.storage_of(
+        config, need, own / disk.REFERENCES, place.local_world_size, is_on_disk
+    )
     transport, busy_s = build_transport(config)
     stages = build_stages(config, place)
     return Run(

@@ -81,7 +81,10 @@ class Checkpoints:
             if one["problem"] is not None:
                 raise tw.LinkError(f"rank {rank}: {one['problem']}")
         self._home.note(committed=step)
-        self._prune(_complete((w, Key(*key)) for one in every for w, key in one["held"]))
+        found = [(w, Key(*key)) for one in every for w, key in one["held"]]
+        # the run did not go on from another of this step or a later one: those are damaged
+        mine = self._home.attempt
+        self._prune(_complete((w, k) for w, k in found if k.step < step or k.attempt == mine))
         self._saved = step
         seconds = time.perf_counter() - began
         self._journal.end_checkpoint(step, sum(one["bytes"] for one in every), seconds)

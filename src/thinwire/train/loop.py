@@ -41,7 +41,7 @@ def _train(
     config: Config, text: data.Text, place: Place, home: Home, screen: Console, stop: Stop
 ) -> dict[str, Any]:
     own = disk.rank_folder(home.parts, place.rank)
-    run = build(config, text, place, own)
+    run = build(config, text, place, own, _has_rows(home, place.rank))
     own_folder = home.folder if place.rank == 0 else None
     counts = len(run.training), len(run.validation)
     screen.print(opening(config, text, *counts, run.steps), soft_wrap=True, markup=False)
@@ -73,6 +73,12 @@ def _train(
     stop.complete(home.folder)
     closing(screen, summary, home.folder)
     return summary
+
+
+def _has_rows(home: Home, rank: int) -> bool:
+    """Whether references of this rank lie on disk, wherever the run has kept its checkpoints."""
+    folders = [disk.rank_folder(parts, rank) / disk.REFERENCES for parts in home.all_parts()]
+    return any(storage.row_files(folder) for folder in folders)
 
 
 def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None:

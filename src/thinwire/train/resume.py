@@ -68,7 +68,7 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
     if choice.same:
         progress, lines = _read_own(run, home, choice)
     else:
-        progress, lines = _move(run, choice, facts)
+        progress, lines = _move(run, home, choice, facts)
     for line in lines:
         _say(screen, line)
     _say(screen, f"goes on after step {progress.step} of {run.steps}")
@@ -150,9 +150,7 @@ def _read_own(run: Run, home: Home, choice: Choice) -> tuple[Progress, list[str]
         steps_ms = tuple(map(float, progress["steps_ms"].tolist()))
     _bring_references(part.folder.parent, disk.rank_folder(home.parts, run.place.rank))
     lines = run.pipeline.restore(part.folder, part.manifest["pipeline"])
-    for other in disk.parts(part.folder.parent):
-        if other.folder != part.folder:  # what an older checkpoint needs stays until it is deleted
-            run.pipeline.hold(other.folder, other.manifest["pipeline"])
+    _hold_others(run, home, part.folder)
     noted = dict(part.manifest["journal"])
     saved = configuration.build(configuration.from_toml(part.manifest["config"], home.folder))
     if choice.key.step < run.steps and _timed(saved) != _timed(run.config):
@@ -163,6 +161,15 @@ def _read_own(run: Run, home: Home, choice: Choice) -> tuple[Progress, list[str]
 def _timed(config: Config) -> tuple[Any, ...]:
     """The settings on which the time of a step depends, and that may change."""
     return config.link, config.plan, config.pipeline, config.threads
+
+
+def _hold_others(run: Run, home: Home, but: Path | None = None) -> None:
+    """Leave what this rank's other checkpoints need untouched until they are deleted, wherever
+    they are: the run may have to go on from one of them, where it was or on as many ranks."""
+    for parts in home.all_parts():
+        for part in disk.parts(disk.rank_folder(parts, run.place.rank)):
+            if part.folder != but and part.manifest["run"] == home.run:
+                run.pipeline.hold(part.folder, part.manifest["pipeline"])
 
 
 def _bring_references(before: Path, own: Path) -> None:
@@ -186,7 +193,9 @@ def _naming(part: disk.Part) -> Iterator[None]:
         raise disk.DamagedError(f"{part.folder} is not a part of this run: {why}") from error
 
 
-def _move(run: Run, choice: Choice, facts: Mapping[str, Any]) -> tuple[Progress, list[str]]:
+def _move(
+    run: Run, home: Home, choice: Choice, facts: Mapping[str, Any]
+) -> tuple[Progress, list[str]]:
     """Weights and optimizer state by name; what belonged to the old processes begins anew."""
     step = choice.key.step
     tensors = model.named_tensors(run.stages, run.config.model.tied)
@@ -198,6 +207,7 @@ def _move(run: Run, choice: Choice, facts: Mapping[str, Any]) -> tuple[Progress,
     what = "the links' counters begin anew"
     if run.pipeline.restore(Path(), fresh(facts["pipeline_step"])):
         what += " and their references are dropped: samples are sent as first visits"
+    _hold_others(run, home)
     line = (
         f"written by {stages} stages on {processes} processes, now {run.config.num_stages} on "
         f"{run.place.world_size}: {what}"

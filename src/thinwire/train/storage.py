@@ -68,9 +68,12 @@ def need_of(config: Config, rank: int, samples: int) -> Need:
     return Need(samples, ends, total, slots, config.train.batch * total)
 
 
-def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw.Storage:
+def storage_of(
+    config: Config, need: Need, folder: Path, local_ranks: int, is_on_disk: bool = False
+) -> tw.Storage:
     """Where this rank keeps its references, for ``tw.Pipeline``; ``folder`` is this rank's own.
 
+    ``is_on_disk``: what the run remembered before it was resumed lies in another folder.
     A bound of the disk counts wherever they lie, so that the budget of RAM changes no result.
     Raises ConfigError where they do not fit, with the setting that would make them.
     """
@@ -90,7 +93,7 @@ def storage_of(config: Config, need: Need, folder: Path, local_ranks: int) -> tw
     if disk == 0:
         return tw.Storage(ram)
     spills = ram is not None and ram < kept + STEPS_IN_RAM * need.step_bytes
-    earlier = row_files(folder)  # of before the run was resumed
+    earlier = is_on_disk or row_files(folder)  # of before the run was resumed
     if not (spills or config.checkpoint.every or disk or earlier):
         return tw.Storage()
     if spills and ram is not None and ram < STEPS_IN_RAM * need.step_bytes:
