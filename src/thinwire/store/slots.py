@@ -178,7 +178,12 @@ class SlotFiles:
         with self._shrinking:
             if slot.number >= len(file.live):
                 return
-            done = os.pwrite(file.descriptor, row, slot.number * slot.size)
+            try:
+                done = os.pwrite(file.descriptor, row, slot.number * slot.size)
+            except OSError as error:
+                where = self._path(slot.size)
+                text = f"can't write references to {where}: {error.strerror}"
+                raise OSError(error.errno, text) from None
         if done != row.nbytes:
             raise OSError(f"only {done} bytes of a reference could be written")
 
