@@ -57,7 +57,7 @@ class LinkCounters:
     that are coded in their own way.
 
     ``kinds`` has those of training by number of the kind. ``rested``: micro-batches of training for
-    which nothing was sent, since the receiver remembers them.
+    which nothing was sent, since the receiver remembers them, and ``rested_values`` what they hold.
     """
 
     edge: int
@@ -68,6 +68,7 @@ class LinkCounters:
     evaluation: Tally = dataclasses.field(default_factory=Tally)
     kinds: list[Tally] = dataclasses.field(default_factory=lambda: [Tally() for _ in Kind])
     rested: int = 0
+    rested_values: int = 0
 
     def count(self, sections: list[Section], total: int, values: list[int], train: bool) -> None:
         """Count one message: its sections, all its bytes, and the values in each section."""
@@ -98,13 +99,15 @@ class LinkCounters:
             "direction": self.direction,
             "codec": self.codec,
             "rested": self.rested,
+            "rested_values": self.rested_values,
             **{name: dataclasses.asdict(getattr(self, name)) for name in _SUMS},
             "kinds": {kind.name.lower(): dataclasses.asdict(self.kinds[kind]) for kind in Kind},
         }
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Count what ``state`` says that was counted before."""
-        self.rested += state.get("rested", 0)
+        self.rested += state["rested"]
+        self.rested_values += state["rested_values"]
         for name in _SUMS:
             getattr(self, name).add_all(state[name])
         for kind in Kind:
@@ -112,9 +115,11 @@ class LinkCounters:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of values whose sample was remembered; None before the first value."""
-        known = sum(self.kinds[kind].values for kind in _LATER)
-        return known / self.training.values if self.training.values else None
+        """The share of values whose sample was remembered, those of micro-batches at rest among
+        them; None before the first value."""
+        known = sum(self.kinds[kind].values for kind in _LATER) + self.rested_values
+        visited = self.training.values + self.rested_values
+        return known / visited if visited else None
 
     def report(self) -> dict[str, Any]:
         """Plain numbers for a summary; see docs/train.md."""

@@ -187,6 +187,7 @@ def test_frozen_blocks_are_neither_computed_nor_sent_again(tmp_path: Path) -> No
         assert on[name] == off[name]
     forward, backward = on["links"]
     assert (forward["messages"], forward["rested"]) == (4 * 8, 8 * 8)
+    assert forward["hit_rate"] == pytest.approx(2 / 3)
     assert forward["kinds"].keys() == {"first"}
     assert (backward["messages"], backward["payload_bytes"], backward["header_bytes"]) == (0, 0, 0)
     assert (off["links"][0]["messages"], off["links"][0]["rested"]) == (12 * 8, 0)

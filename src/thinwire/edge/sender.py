@@ -68,7 +68,7 @@ class LinkSender(Link):
         if self.silent:
             return
         if microbatch in self.resting:
-            self.counters.rested += 1
+            self._count_rest(microbatch)
             return
         start = time.thread_time()
         if len(tensors) != len(self.boundaries):
@@ -86,6 +86,14 @@ class LinkSender(Link):
         except TransportError as error:
             raise self.error(microbatch, "to", error) from error
         self._unsent.discard(microbatch)
+
+    def _count_rest(self, microbatch: int) -> None:
+        """Nothing is sent of a micro-batch, since the receiver remembers it."""
+        rows, length = self.plan.microbatches[microbatch].rows, self.plan.seq_len
+        self.counters.rested += 1
+        for boundary in self.boundaries:
+            visit = self.visit(boundary, microbatch, boundary.shape_for(rows, length))
+            self.counters.rested_values += sum(visit.lengths)
 
     def _prepare(self, microbatch: int, foreseen: Foreseen, head: bytes) -> None:
         size = len(head) + foreseen.form.nbytes

@@ -35,7 +35,8 @@ def _counters(value: Any) -> bool:
         type(value["edge"]) is int
         and text(value["direction"])
         and text(value["codec"])
-        and whole(value.get("rested", 0))
+        and whole(value.get("rested"))
+        and whole(value.get("rested_values"))
         and all(values_of(whole)(tally) and tally.keys() <= fields for tally in tallies)
         and all(fields <= tally.keys() for tally in sums if tally is not None)
     )

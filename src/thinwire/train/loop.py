@@ -44,11 +44,11 @@ def _train(
     run = build(config, text, place, own, _has_rows(home, place.rank))
     own_folder = home.folder if place.rank == 0 else None
     counts = len(run.training), len(run.validation)
+    torch.manual_seed(config.train.seed)  # for dropout; nothing that two ranks share
+    progress = resume(run, home, screen) if home.resumed else Progress()
     screen.print(opening(config, text, *counts, run.steps), soft_wrap=True, markup=False)
     if run.remembered is not None:
         screen.print(run.remembered, soft_wrap=True, markup=False)
-    torch.manual_seed(config.train.seed)  # for dropout; nothing that two ranks share
-    progress = resume(run, home, screen) if home.resumed else Progress()
     home.keep(config, steps=run.steps)
 
     journal = Journal(
