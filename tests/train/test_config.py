@@ -16,7 +16,7 @@ from thinwire.train.config import Config, ConfigError
 def test_no_arguments_give_the_documented_defaults() -> None:
     resolved = check.resolved(read_arguments([]))
     assert (resolved.nproc, resolved.num_stages, resolved.pipeline.microbatches) == (2, 2, 8)
-    assert (resolved.plan.forward, resolved.plan.backward) == ("default", "int4")
+    assert (resolved.plan.forward, resolved.plan.backward) == ("default", "int8")
     assert (resolved.link.rate, resolved.link.transport) == ("100mbit", "gloo")
 
 
@@ -25,7 +25,7 @@ def test_options_override_the_file_and_the_file_overrides_the_defaults(tmp_path:
     file.write_text('nproc = 4\n[train]\nlr = 1\nsteps = 7\n[plan]\nforward = "int8"\n')
     read = read_arguments([str(file), "--train.steps", "9"])
     assert (read.nproc, read.train.lr, read.train.steps) == (4, 1.0, 9)
-    assert (read.plan.forward, read.plan.backward) == ("int8", "int4")
+    assert (read.plan.forward, read.plan.backward) == ("int8", "int8")
 
 
 def test_short_options_name_the_same_settings() -> None:

@@ -26,7 +26,7 @@ def test_progress_checkpoints_references_and_traffic_are_shown(
     assert main(["inspect", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["complete"], found["step"], found["steps"]) == (False, 7, 9)
-    assert found["plan"] == {"forward": "delta(int4)", "backward": "int4"}
+    assert found["plan"] == {"forward": "delta(int4)", "backward": "int8"}
     assert (found["stages"], found["processes"], found["resumable_step"]) == (2, 2, 6)
     states = {(one["rank"], one["step"]): one["state"] for one in found["checkpoints"]}
     assert states == {

@@ -13,6 +13,8 @@ FIRST, CHANGE = 2144, 1120  # bytes of 2,048 values in int8 and int4
 
 def config(*words: str) -> Config:
     small = ["--model.dim=32", "--model.context=64", "--forward=delta(int4)", "--train.batch=8"]
+    if not any(word.startswith("--backward") for word in words):
+        small.append("--backward=int4")
     return check.resolved(read_arguments([*small, "--link.rate=8mbit", *words]))
 
 

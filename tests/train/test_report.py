@@ -274,7 +274,7 @@ def test_default_run_folders_never_collide(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     folders = {metrics.create_folder(Config()) for _ in range(3)}
     assert len(folders) == 3
-    assert all("default-int4" in folder.name for folder in folders)
+    assert all("default-int8" in folder.name for folder in folders)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Plan:
     """
 
     forward: str = "delta(int4)"
-    backward: str = "int4"
+    backward: str = "int8"
     edges: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -95,7 +95,7 @@ class PlanConfig:
         "codec or scheme of the activations; default: delta(int4) from 3 epochs on, "
         "or from 2 on where a frozen stage can rest, else tile",
     )
-    backward: str = setting("int4", "codec or scheme of the gradients")
+    backward: str = setting("int8", "codec or scheme of the gradients")
 
 
 @dataclass(frozen=True)
