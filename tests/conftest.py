@@ -1,5 +1,6 @@
 """Fixtures for all tests: the devices, and the worker processes of a session."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +25,11 @@ def pool() -> Iterator[Pool]:
     """Worker processes for distributed tests; none is started before the first run."""
     with Pool() as workers:
         yield workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hangups_are_heeded() -> Iterator[None]:
+    """Also where the tests themselves run under ``nohup``, which has SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
