@@ -18,6 +18,7 @@ from runs import train, where_and_when
 PLANS = {
     "fp32": ("raw", "raw"),
     "bf16": ("bf16", "bf16"),
+    "delta(int4) / int8": ("delta(int4)", "int8"),
     "delta(int4) / int4": ("delta(int4)", "int4"),
     "int4 / int4": ("int4", "int4"),
     "delta(int2) / int4": ("delta(int2)", "int4"),

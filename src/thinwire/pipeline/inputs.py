@@ -9,8 +9,7 @@ import xxhash
 from torch import Tensor
 
 from thinwire.boundary import Boundary
-
-_WRAP = 1 << 64
+from thinwire.store import signed, unsigned
 
 
 class Inputs:
@@ -43,7 +42,7 @@ class Inputs:
 
     def save(self) -> dict[str, Tensor]:
         """Plain tensors for ``load``: int64 ``keys`` and ``hashes``."""
-        hashes = [h - _WRAP * (h >> 63) for h in self._seen.values()]
+        hashes = [signed(hash_) for hash_ in self._seen.values()]
         return {
             "keys": torch.tensor(list(self._seen), dtype=torch.int64),
             "hashes": torch.tensor(hashes, dtype=torch.int64),
@@ -60,7 +59,7 @@ class Inputs:
         ):
             raise ValueError("it does not have a hash for each sample")
         found = zip(keys.tolist(), hashes.tolist(), strict=True)
-        self._seen = {key: hash_ % _WRAP for key, hash_ in found}
+        self._seen = {key: unsigned(hash_) for key, hash_ in found}
 
 
 def _hashes(

@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from thinwire.boundary import Boundary
+from thinwire.store import signed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +105,8 @@ def keys_of(ids: Tensor) -> list[int]:
     if ids.dim() == 1:
         found: list[int] = ids.tolist()
         return found
-    hashes = [xxhash.xxh3_64_intdigest(struct.pack("<2q", *pair)) for pair in ids.tolist()]
-    return [h - (1 << 64) * (h >> 63) for h in hashes]
+    packed = [struct.pack("<2q", *pair) for pair in ids.tolist()]
+    return [signed(xxhash.xxh3_64_intdigest(pair)) for pair in packed]
 
 
 def _per_row_error(what: str, values: Any, rows: int) -> str | None:

@@ -1,7 +1,7 @@
 """Where the references of seen samples live."""
 
 from thinwire.store.background import Background
-from thinwire.store.held import Held
+from thinwire.store.held import Held, signed, unsigned
 from thinwire.store.lock import FolderInUseError, FolderLock, is_held
 from thinwire.store.plan import Members, StepVisits, Visit, plan_step
 from thinwire.store.references import ReferenceStore
@@ -21,4 +21,6 @@ __all__ = [
     "Visit",
     "is_held",
     "plan_step",
+    "signed",
+    "unsigned",
 ]

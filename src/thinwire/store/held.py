@@ -42,6 +42,19 @@ class Held:
         return self.hash
 
 
+_WRAP = 1 << 64
+
+
+def signed(hash_: int) -> int:
+    """A 64-bit hash as the signed number that an int64 tensor holds."""
+    return hash_ - _WRAP * (hash_ >> 63)
+
+
+def unsigned(number: int) -> int:
+    """The hash of which ``signed`` made ``number``."""
+    return number % _WRAP
+
+
 def bytes_of(row: Tensor) -> memoryview:
     """A reference's bytes; a view where it lies in host memory."""
     return row.cpu().view(torch.uint8).numpy().data

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from thinwire.store.held import signed, unsigned
 from thinwire.store.references import ReferenceStore
 from thinwire.store.slots import Slot, SlotFiles, slot_size
 
-_WRAP = 1 << 64
 _MOST_VALUES = 1 << 40  # of a reference
 
 
@@ -30,7 +30,7 @@ def save(store: ReferenceStore) -> dict[str, Tensor]:
     return {
         **store.table(everyone),
         "slots": torch.tensor(slots, dtype=torch.int64).reshape(-1, 2),
-        "hashes": torch.tensor([h - _WRAP * (h >> 63) for h in hashes], dtype=torch.int64),
+        "hashes": torch.tensor([signed(h) for h in hashes], dtype=torch.int64),
     }
 
 
@@ -54,7 +54,7 @@ def restore(store: ReferenceStore, saved: Mapping[str, Tensor]) -> Mapping[str, 
     store.tier.files.adopt(slots, live=True)
     everyone = store.fill(saved, [None] * len(slots))
     for held, slot, hash_ in zip(everyone, slots, saved["hashes"].tolist(), strict=True):
-        held.slot, held.hash, held.clean = slot, hash_ % _WRAP, True
+        held.slot, held.hash, held.clean = slot, unsigned(hash_), True
     return saved
 
 

@@ -109,11 +109,6 @@ def may_rest(config: Config) -> bool:
     )
 
 
-def remembers(spec: str) -> bool:
-    """Whether the ends of a link with this scheme remember samples."""
-    return spec != "off" and tw.scheme(spec).needs_keys
-
-
 def build(
     config: Config, text: data.Text, place: Place, own: Path, is_on_disk: bool = False
 ) -> Run:

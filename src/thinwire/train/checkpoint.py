@@ -11,7 +11,7 @@ import contextlib
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,8 @@ class Checkpoints:
             nbytes = part.nbytes
         except (OSError, SafetensorError) as error:
             problem = f"can't write the checkpoint of step {step} to {self._own}: {error}"
-        held = [(part.manifest["rank"], key_of(part)) for part in self._parts()]
+        parts = list(self._parts())
+        held = [(part.manifest["rank"], key_of(part)) for part in parts]
         every = ranks.gather_json({"problem": problem, "bytes": nbytes, "held": held})
         if problem is not None:
             raise OSError(problem)
@@ -84,7 +85,8 @@ class Checkpoints:
         found = [(w, Key(*key)) for one in every for w, key in one["held"]]
         # the run did not go on from another of this step or a later one: those are damaged
         mine = self._home.attempt
-        self._prune(_complete((w, k) for w, k in found if k.step < step or k.attempt == mine))
+        complete = _complete((w, k) for w, k in found if k.step < step or k.attempt == mine)
+        self._prune(parts, complete)
         self._saved = step
         seconds = time.perf_counter() - began
         self._journal.end_checkpoint(step, sum(one["bytes"] for one in every), seconds)
@@ -104,11 +106,11 @@ class Checkpoints:
         for folder in self._folders():
             yield from (p for p in disk.parts(folder) if p.manifest["run"] == self._home.run)
 
-    def _prune(self, complete: Iterable[Key]) -> None:
-        """Delete the parts that are not of the last two complete checkpoints."""
+    def _prune(self, parts: Sequence[disk.Part], complete: Iterable[Key]) -> None:
+        """Delete those of ``parts`` that are not of the last two complete checkpoints."""
         kept = sorted(complete)[-KEPT:]
-        keep = {part.folder for part in self._parts() if key_of(part) in kept}
-        own = {part.folder for part in self._parts()} | set(disk.step_folders(self._own).values())
+        keep = {part.folder for part in parts if key_of(part) in kept}
+        own = {part.folder for part in parts} | set(disk.step_folders(self._own).values())
         for folder in sorted(own - keep):
             self._run.pipeline.release(folder)
             with contextlib.suppress(FileNotFoundError):  # machines may share a disk after all

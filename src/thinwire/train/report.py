@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from thinwire.counters import link_name
-from thinwire.train.build import may_rest, remembers
+from thinwire.train.build import may_rest
 from thinwire.train.config import Config, link_rate
 from thinwire.train.data import Text
 from thinwire.train.model import parameter_count
-from thinwire.train.storage import disk_sentence, no_room, slow_disk
+from thinwire.train.storage import disk_sentence, no_room, remembers, slow_disk
 from thinwire.train.words import counted
 
 _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from thinwire.pipeline.state import fresh
 from thinwire.train import config as configuration
-from thinwire.train import disk, metrics, model, override, ranks, weights
+from thinwire.train import disk, metrics, model, override, ranks, storage, weights
 from thinwire.train.build import Run
 from thinwire.train.checkpoint import PROGRESS_FILE, set_generator_states, versions
 from thinwire.train.choose import Choice, choose
@@ -178,7 +178,7 @@ def _bring_references(before: Path, own: Path) -> None:
     if before.resolve() == own.resolve() or not source.is_dir():
         return
     target.mkdir(exist_ok=True)
-    for rows in source.glob("*.rows"):
+    for rows in storage.row_files(source):
         shutil.copyfile(rows, target / rows.name)
 
 

@@ -30,6 +30,11 @@ _COPIES = 4
 _DAY = 86400
 
 
+def remembers(spec: str) -> bool:
+    """Whether the ends of a link with this scheme remember samples."""
+    return spec != "off" and tw.scheme(spec).needs_keys
+
+
 @dataclass(frozen=True)
 class Need:
     """What one rank would remember of all samples.
@@ -223,7 +228,7 @@ def no_room(summary: Mapping[str, Any]) -> str | None:
     shares = [
         link["kinds"]["value"]["values"] / link["values"]
         for link in summary["links"]
-        if tw.scheme(plan[link["direction"]]).needs_keys and "value" in link["kinds"]
+        if remembers(plan[link["direction"]]) and "value" in link["kinds"]
     ]
     if not shares:
         return None
