@@ -41,6 +41,9 @@ NARROW_FIRST = tuple(
 WIDE_SECOND = (("delta(int2,second=int4)", "int4"), ("delta(int2,first=int6,second=int4)", "int4"))
 #: Why four stages lose more: one direction at a time.
 APART = (("delta(int4)", "int4"), ("delta(int2)", "int8"), ("raw", "int4"))
+#: Gradients of 4 bits that keep, on average, what a block adds to them.
+UNBIASED = "int4:round=stochastic"
+KEPT = (("delta(int4)", UNBIASED), ("delta(int2)", UNBIASED))
 ALL = tuple(DIRECT)
 MAIN = ("4/8", "2/4", "4/4")  # of these, for settings where all are too many
 
@@ -106,11 +109,15 @@ def _blocks() -> Iterator[Case]:
     deep = dataclasses.replace(claim, stages=4)
     yield deep  # fp32 there gives the same bits: once
     yield from _with(claim, *NARROW_FIRST[:2])
-    yield from _with(deep, delta(DIRECT["2/4"]), DIRECT["2/4"])
+    yield from _with(deep, delta(DIRECT["2/4"]), DIRECT["2/4"], delta(DIRECT["4/8"]), DIRECT["4/8"])
     other = dataclasses.replace(claim, text="persuasion")
     yield from _with(other, FP32, delta(DIRECT["4/8"]), DIRECT["4/8"])
-    yield from _with(deep, *WIDE_SECOND[:1], *APART)
-    yield from _with(claim, *NARROW_FIRST, *WIDE_SECOND)
+    for seed in SEEDS:  # whether gradients of 4 bits can be the default
+        for case in (deep, claim):
+            yield from _with(dataclasses.replace(case, seed=seed), KEPT[0])
+    for seed in SEEDS:
+        yield from _with(dataclasses.replace(deep, seed=seed), delta(DIRECT["4/8"]), DIRECT["4/8"])
+    yield from _with(deep, KEPT[1], *WIDE_SECOND[:1], *APART)
     for elsewhere in _elsewhere(claim):
         yield from (case for case in _plans(elsewhere, MAIN[:2], seed=0) if not case.ulp)
     yield from _ablations(claim)
