@@ -117,7 +117,15 @@ def _blocks() -> Iterator[Case]:
             yield from _with(dataclasses.replace(case, seed=seed), KEPT[0])
     for seed in SEEDS:
         yield from _with(dataclasses.replace(deep, seed=seed), delta(DIRECT["4/8"]), DIRECT["4/8"])
-    yield from _with(deep, KEPT[1], *WIDE_SECOND[:1], *APART)
+    yield from _with(claim, WIDE_SECOND[0], KEPT[1])
+    yield from _with(deep, KEPT[1], delta(DIRECT["3/6"]))
+    yield from _with(other, delta(DIRECT["2/4"]), DIRECT["2/4"])
+    longer = dataclasses.replace(claim, epochs=6)
+    yield from _with(longer, FP32, delta(DIRECT["4/8"]), DIRECT["4/8"])
+    yield from _ablations(claim)
+    yield from _with(longer, delta(DIRECT["2/4"]), DIRECT["2/4"], KEPT[0])
+    yield from _with(deep, *WIDE_SECOND[:1], *APART)
+    yield from _with(claim, *NARROW_FIRST, *WIDE_SECOND)
     for elsewhere in _elsewhere(claim):
         yield from (case for case in _plans(elsewhere, MAIN[:2], seed=0) if not case.ulp)
     yield from _ablations(claim)
@@ -177,15 +185,18 @@ def _ablations(claim: Case) -> Iterator[Case]:
     wide, narrow = DIRECT["4/8"], DIRECT["2/4"]
     for first in ("raw", "bf16", "int4"):
         yield from _with(claim, delta(narrow, f",first={first}"))
-    for ref in ("fp32", "int4", "bf16"):
+    for ref in ("fp32", "bf16", "int4"):
         yield from _with(claim, delta(narrow, f",ref={ref}"))
     for option in ("group=row", "group=32", "round=stochastic"):
         optioned = (f"{narrow[0]}:{option}", f"{narrow[1]}:{option}")
-        yield from _with(claim, delta(optioned), optioned)
+        yield from _with(claim, delta(optioned))
     deep = dataclasses.replace(claim, layers=8)
     yield from _with(deep, FP32)
-    for stages in (2, 4, 8):
-        yield from _with(dataclasses.replace(deep, stages=stages), delta(narrow), delta(wide))
+    for plan in (delta(wide), delta(narrow)):
+        for stages in (8, 4, 2):
+            yield from _with(dataclasses.replace(deep, stages=stages), plan)
+    for option in ("group=row", "group=32", "round=stochastic"):
+        yield from _with(claim, (f"{narrow[0]}:{option}", f"{narrow[1]}:{option}"))
     yield from _with(claim, ("raw", "int4"), ("raw", "int8"), ("int2", "raw"), ("int4", "raw"))
     yield from _with(claim, ("int5", "int8"), ("int6", "int8"), ("int3", "int4"))
     for first in ("raw", "int4"):

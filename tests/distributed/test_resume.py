@@ -311,6 +311,9 @@ def test_on_fewer_ranks_the_checkpoint_before_stays_whole_as_long_as_it_may_be_n
     assert [steps_of(folder / f"rank-{rank}") for rank in range(2)] == [[8, 9], [8, 9]]
     assert not (folder / "rank-2").exists()
     assert not (folder / "rank-3").exists()
+    # nor are there rows of the ends that rank 1 had of the link to a stage on rank 2
+    rows = [rows.name for rows in (folder / "rank-1" / disk.REFERENCES).glob("*.rows")]
+    assert {name.rpartition("-")[0] for name in rows} == {"0-forward-0-receiver"}
 
 
 def test_other_ranks_in_between_leave_what_a_checkpoint_needs_on_disk(

@@ -108,13 +108,7 @@ class Remembered:
         """Every store: where it stands, as JSON values, its link, and it."""
         for _, link in self.ends:
             for index, store in link.stores.items():
-                where = {
-                    "edge": link.place.edge,
-                    "direction": link.place.direction.name.lower(),
-                    "tensor": index,
-                    "role": link.role,
-                }
-                yield where, link, store
+                yield _place(link, index), link, store
 
     @functools.cached_property
     def stores(self) -> list[tuple[str, ReferenceStore]]:
@@ -178,11 +172,11 @@ class Remembered:
         if folder is None:
             return
         total = sum(link.reference_bytes for _, link in self.ends)
-        for name, link in self.ends:
+        for _, link in self.ends:
             ram = _part(self.storage.ram, link.reference_bytes, total)
             disk = _part(self.storage.disk, link.reference_bytes, total)
             for index, store in link.stores.items():
-                file = f"{name.replace(' ', '-')}-{index}-{link.role}"
+                file = rows_of(_place(link, index))
                 share = None if ram is None else ram // len(link.stores)
                 limit = None if disk is None else disk // len(link.stores)
                 files = SlotFiles(folder, file, limit)
@@ -352,6 +346,21 @@ class Remembered:
                 store.tier.files.close()
         if self._lock is not None:
             self._lock.release()
+
+
+def rows_of(where: Mapping[str, Any]) -> str:
+    """How the names of files begin that have the rows of a store, by where it stands."""
+    return "{edge}-{direction}-{tensor}-{role}".format(**where)
+
+
+def _place(link: LinkSender | LinkReceiver, index: int) -> dict[str, Any]:
+    """Where a store of a link's end stands, as JSON values."""
+    return {
+        "edge": link.place.edge,
+        "direction": link.place.direction.name.lower(),
+        "tensor": index,
+        "role": link.role,
+    }
 
 
 def _part(total: int | None, weight: int, of: int) -> int | None:

@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import thinwire as tw
+from thinwire.pipeline.remembered import rows_of
 from thinwire.store import FolderInUseError, FolderLock
-from thinwire.train import disk, model, ranks, weights
+from thinwire.train import disk, model, ranks, storage, weights
 from thinwire.train.build import Run
 from thinwire.train.config import to_toml
 from thinwire.train.home import Home
@@ -118,6 +119,16 @@ class Checkpoints:
         for folder in self._folders():
             if folder != self._own and not disk.step_folders(folder):
                 _clear(folder)
+        self._sweep([part for part in parts if part.folder in keep])
+
+    def _sweep(self, kept: Iterable[disk.Part]) -> None:
+        """Delete rows of ends of links that were here when the run had other stages or another
+        plan: those that none of the parts that are ``kept`` names."""
+        own = [part.manifest["pipeline"] for part in kept if part.folder.parent == self._own]
+        named = {rows_of(where) for pipeline in own for where in pipeline["references"]}
+        for file in storage.row_files(self._own / disk.REFERENCES):
+            if file.stem.rpartition("-")[0] not in named:
+                file.unlink()
 
     def _fill(self, folder: Path, references: bool) -> dict[str, Any]:
         """Write this rank's files into ``folder``; returns the values of the manifest."""

@@ -62,11 +62,12 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
         _say(screen, "there is no complete checkpoint yet: the run begins anew")
         return Progress()
     facts = _facts(choice, home, place.rank)
-    _check(run, home, facts, choice.key.step)
+    before = configuration.build(configuration.from_toml(facts["config"], home.folder))
+    _check(run, home, facts, before, choice.key.step)
     for line in _notes(run, facts):
         _say(screen, line)
     if choice.same:
-        progress, lines = _read_own(run, home, choice)
+        progress, lines = _read_own(run, home, choice, before)
     else:
         progress, lines = _move(run, home, choice, facts)
     for line in lines:
@@ -92,13 +93,12 @@ def _facts(choice: Choice, home: Home, rank: int) -> dict[str, Any]:
     return facts | {"complete": every[0]["complete"]}
 
 
-def _check(run: Run, home: Home, facts: Mapping[str, Any], step: int) -> None:
+def _check(run: Run, home: Home, facts: Mapping[str, Any], before: Config, step: int) -> None:
     """Refuse to go on with another text, with other settings, or with nothing left to do."""
     where = f"--resume {home.folder}"
     if facts["text"] != run.text_sha256:
         raise ConfigError(f"{where}: the text is not the one that it was trained on")
-    saved = configuration.build(configuration.from_toml(facts["config"], home.folder))
-    for entry in override.changed(saved, run.config):
+    for entry in override.changed(before, run.config):
         raise ConfigError(f"{where}: {entry.name} is not what the run was trained with")
     if facts["steps_per_epoch"] != run.steps_per_epoch:
         raise ConfigError(
@@ -138,8 +138,8 @@ def _notes(run: Run, facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _read_own(run: Run, home: Home, choice: Choice) -> tuple[Progress, list[str]]:
-    """Everything from this rank's own part."""
+def _read_own(run: Run, home: Home, choice: Choice, before: Config) -> tuple[Progress, list[str]]:
+    """Everything from this rank's own part; ``before`` are the settings that wrote it."""
     part = choice.parts[run.place.rank]
     tensors = model.named_tensors(run.stages, run.config.model.tied)
     with _naming(part):
@@ -152,8 +152,7 @@ def _read_own(run: Run, home: Home, choice: Choice) -> tuple[Progress, list[str]
     lines = run.pipeline.restore(part.folder, part.manifest["pipeline"])
     _hold_others(run, home, part.folder)
     noted = dict(part.manifest["journal"])
-    saved = configuration.build(configuration.from_toml(part.manifest["config"], home.folder))
-    if choice.key.step < run.steps and _timed(saved) != _timed(run.config):
+    if choice.key.step < run.steps and _timed(before) != _timed(run.config):
         noted["clock"], steps_ms = {}, ()  # an average over both would describe neither
     return Progress(choice.key.step, noted, steps_ms), lines
 
