@@ -68,28 +68,30 @@ def test_without_a_budget_all_is_in_ram(tmp_path):
     assert kept == tw.Storage()
     text = sentence(made, need, kept, [], torch.device("cpu"))
     assert text is not None
-    assert text.startswith("references: 100 samples at one end of a link, 214 kB a rank, in RAM")
+    assert text.startswith(
+        "references: 100 samples at one end of a link, 214 kB a rank. They are in RAM"
+    )
     assert text.endswith("none goes to disk unless the run is stopped")
 
 
 FOLDERS = {  # settings, samples: what is said of them
     "a budget": (
         "--ref.budget=100kb",
-        "up to 100 kB of them in RAM, the rest on disk in {0} (7 GB free): ",
+        "Up to 100 kB of them are in RAM, the others in {0} (7 GB free)",
     ),
     "checkpoints": (
         "--checkpoint.every=5",
-        "all of them in RAM, what checkpoints need on disk in {0} (7 GB free): ",
+        "They are in RAM, and what checkpoints need of them in {0} (7 GB free)",
     ),
     "checkpoints without a disk": (
         "--checkpoint.every=5 --ref.disk=0",
-        "in RAM, with a copy in each checkpoint: ",
+        "They are in RAM, each checkpoint has a copy",
     ),
     "both": (
         "--ref.budget=100kb --checkpoint.every=5",
         (
-            "up to 100 kB of them in RAM, the rest on disk in {0} (7 GB free), as is what "
-            "checkpoints need: "
+            "Up to 100 kB of them are in RAM, the others and what checkpoints need in {0} "
+            "(7 GB free)"
         ),
     ),
 }
@@ -107,9 +109,9 @@ def test_what_lies_where_and_how_much_is_written_a_day_is_told(case, tmp_path, m
     text = sentence(made, need, kept, [], torch.device("cpu"))
     a_day = storage.bytes_text(storage.written_a_step(made, need, kept) * 864_000)
     assert text == (
-        "references: 100 samples at one end of a link, 214 kB a rank, "
+        "references: 100 samples at one end of a link, 214 kB a rank. "
         + where.format(folder)
-        + f"at most {a_day} written a day, as a step takes at least 100 ms"
+        + f". At most {a_day} a day are written, with steps of 100 ms or more"
     )
 
 
@@ -165,7 +167,7 @@ def test_a_bound_of_the_disk_counts_wherever_the_references_lie(tmp_path):
     need = need_of(made, 0, 100)
     text = sentence(made, need, storage_of(made, need, tmp_path, 2), [], torch.device("cpu"))
     assert text is not None
-    assert "there is room for 50 % of the samples; none goes to disk unless" in text
+    assert "there is room for 50 % of the samples. They are in RAM" in text
 
 
 def test_without_a_disk_checkpoints_bound_nothing(tmp_path):

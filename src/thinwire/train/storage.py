@@ -155,25 +155,25 @@ def sentence(
     part = "" if room >= 1 else f"; there is room for {100 * room:.0f} % of the samples"
     is_spilled = _spilled(need, storage) > 0
     if not is_spilled and not config.checkpoint.every:
-        return f"{text}, in RAM{memory}{part}; none goes to disk unless the run is stopped"
+        return f"{text}{part}. They are in RAM{memory}; none goes to disk unless the run is stopped"
     kept = _where(config, storage, is_spilled, memory)
     step_s = pace.least_step_s(config, room, stages, device)
     a_day = written_a_step(config, need, storage) * _DAY / step_s
     return (
-        f"{text}, {kept}: at most {bytes_text(a_day)} written a day, as a step takes at least "
-        f"{1e3 * step_s:.0f} ms{part}"
+        f"{text}{part}. {kept}. At most {bytes_text(a_day)} a day are written, with steps of "
+        f"{1e3 * step_s:.0f} ms or more"
     )
 
 
 def _where(config: Config, storage: tw.Storage, is_spilled: bool, memory: str) -> str:
     """Where the references of a run lie of which some go to disk."""
     if storage.folder is None:
-        return f"in RAM{memory}, with a copy in each checkpoint"
-    on_disk = f"on disk in {storage.folder} ({bytes_text(_free(storage.folder))} free)"
+        return f"They are in RAM{memory}, each checkpoint has a copy"
+    on_disk = f"in {storage.folder} ({bytes_text(_free(storage.folder))} free)"
     if not is_spilled or storage.ram is None:
-        return f"all of them in RAM{memory}, what checkpoints need {on_disk}"
-    kept = f"up to {bytes_text(storage.ram)} of them in RAM{memory}, the rest {on_disk}"
-    return kept + (", as is what checkpoints need" if config.checkpoint.every else "")
+        return f"They are in RAM{memory}, and what checkpoints need of them {on_disk}"
+    others = "the others and what checkpoints need" if config.checkpoint.every else "the others"
+    return f"Up to {bytes_text(storage.ram)} of them are in RAM{memory}, {others} {on_disk}"
 
 
 def written_a_step(config: Config, need: Need, storage: tw.Storage) -> float:
