@@ -51,6 +51,11 @@ class Codec(Named):
         return False
 
     @property
+    def alone(self) -> bool:
+        """Whether its payloads can be decoded by themselves."""
+        return True
+
+    @property
     def fixed_size(self) -> bool:
         """Whether the size of a row's bytes depends on its length and dtype alone."""
         return True
@@ -202,6 +207,17 @@ class Codec(Named):
         if y is not out:
             out.copy_(y)
         return out
+
+    def transmitted(
+        self,
+        payload: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: int,
+        lengths: Lengths | None,
+    ) -> Tensor:
+        """Which values a payload that can be decoded has transmitted, bool [rows, n]: all."""
+        return torch.ones((rows, math.prod(shape) // max(rows, 1)), dtype=torch.bool)
 
     def encode_change(
         self,

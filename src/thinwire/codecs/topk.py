@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, saturated
+from thinwire.codecs.base import Codec, Lengths, row_sizes, saturated
 from thinwire.codecs.raw import Raw
 from thinwire.errors import SpecError
 from thinwire.native import topk, topk_kernels
@@ -34,9 +36,14 @@ _RAW = Raw()
 @register("codec", "topk")
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """``share`` is a decimal above 0 and up to 1, and may name the values' codec: ``0.1/int8``."""
+    """``share`` is a decimal above 0 and up to 1, and may name the values' codec: ``0.1/int8``.
+
+    ``mask=shared``, on a pipeline's backward link, keeps what the forward link has transmitted of
+    the same micro-batch instead, and sends no positions; see ``thinwire.schemes.mask``.
+    """
 
     share: str = dataclasses.field(metadata={"positional": "0.1"})
+    mask: Literal["own", "shared"] = "own"
 
     _invalid: ClassVar[str] = "positions or values that do not fit"
 
@@ -50,6 +57,16 @@ class TopK(Codec):
     def fraction(self) -> Fraction:
         """The share of values kept, exactly."""
         return _fraction(self.share)
+
+    @property
+    def alone(self) -> bool:
+        return self.mask == "own"
+
+    def halved(self) -> TopK:
+        """The same with half of the share."""
+        number, slash, coder = self.share.partition("/")
+        half = f"{Decimal(number) / 2:f}"
+        return TopK(f"{half}{slash}{coder}", self.mask)
 
     @property
     def values(self) -> Codec:
@@ -117,6 +134,32 @@ class TopK(Codec):
         if y is not y2:
             y2.copy_(saturated(y, y2.dtype))
         return True
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        super().check_dtype(dtype)
+        if self.mask == "shared":
+            raise ValueError(
+                f"codec {self}: the mask is that of a pipeline's forward link; it codes no tensor "
+                "by itself"
+            )
+
+    def transmitted(
+        self,
+        payload: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: int,
+        lengths: Lengths | None,
+    ) -> Tensor:
+        n = math.prod(shape) // max(rows, 1)
+        found = payload.new_zeros((rows, n), dtype=torch.float32)
+        if n:
+            sizes = row_sizes(lengths, rows, n)
+            kinds = self._rows(found.to(_carrier(dtype)), sizes)
+            ones = found.new_ones((rows, int(kinds.kept.max()) if rows else 0))
+            if not topk_kernels.decode(kinds, payload.contiguous(), ones, found):
+                raise ValueError(f"codec {self}: the payload holds {self._invalid}")
+        return found > 0
 
     def _rows(self, x: Tensor, sizes: list[int] | None) -> topk.Rows:
         count, n = x.shape

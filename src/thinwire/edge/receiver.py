@@ -11,11 +11,12 @@ from torch import Tensor
 
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
-from thinwire.edge.link import RAW, Link
+from thinwire.edge.link import Link
 from thinwire.errors import FrameError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Handle, TransportError
 from thinwire.schemes import Foreseen, Receiver
+from thinwire.schemes.base import RAW
 
 
 class LinkReceiver(Link):

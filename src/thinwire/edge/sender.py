@@ -13,13 +13,13 @@ from torch import Tensor
 
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
-from thinwire.codecs.base import unfit_value
 from thinwire.counters import LinkCounters, Tally
-from thinwire.edge.link import RAW, Link
+from thinwire.edge.link import Link
 from thinwire.errors import NonFiniteError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Message, TransportError
-from thinwire.schemes import Foreseen, Sender, Value, Visit
+from thinwire.schemes import Foreseen, Sender, Value
+from thinwire.schemes.base import RAW, check_finite
 
 
 class _Draft:
@@ -198,9 +198,7 @@ class LinkSender(Link):
         visit = self.visit(boundary, microbatch, tuple(x.shape))
         scheme = self.active_scheme()
         if isinstance(scheme, Value) and scheme.codec == RAW and self.plan.train:
-            valid = x if visit.valid is None else _valid(x, visit)
-            if not bool(torch.isfinite(valid).all()):
-                raise unfit_value(x, scheme, visit.valid, len(visit.lengths))
+            check_finite(x, scheme, visit.valid)
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
         return state.encode(x, microbatch, visit, out)
 
@@ -214,6 +212,11 @@ class LinkSender(Link):
         rows = section.rows
         return visit.values if rows is None else sum([visit.lengths[r] for r in rows])
 
+    def end_step(self) -> None:
+        """The step counts, on all ranks."""
+        for state in self.states.values():
+            state.end_step()
+
     def abort(self, kind: str, why: str) -> None:
         """Tell the receiver, on every message that it still expects, that none will come."""
         section = frame.abort_section(kind, why)
@@ -221,11 +224,6 @@ class LinkSender(Link):
             parts = frame.build(self.place_of(microbatch), [section])
             self.transport.send(self.peer, self.channel + microbatch, parts)
         self._unsent.clear()
-
-
-def _valid(x: Tensor, visit: Visit) -> Tensor:
-    """The values of ``x`` [rows, …] that travel, end to end."""
-    return torch.cat([row.flatten()[:n] for row, n in zip(x, visit.lengths, strict=True)])
 
 
 def _in_line(sections: list[Section], message: Message, first: int) -> bool:

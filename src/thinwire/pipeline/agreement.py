@@ -152,6 +152,8 @@ class Agreement:
             return f"rank {self._rank} was given other lengths than the first stage's rank"
         if request.loss_scale != header["loss_scale"]:
             return f"rank {self._rank} was given another loss_scale than the first stage's rank"
+        if bool(request.dense) != header["dense"]:
+            return f"rank {self._rank} was given another dense than the first stage's rank"
         if request.train and not torch.is_grad_enabled():
             return f"rank {self._rank} has gradients switched off; use eval, or enable them"
         if self._last is not None and self._limits.has_loss:
@@ -183,6 +185,7 @@ def header(request: Request, known: str | None) -> dict[str, Any]:
         "lengths": None if lengths is None else lengths.tolist(),
         "known": known,
         "loss_scale": request.loss_scale,
+        "dense": bool(request.dense),
     }
 
 
@@ -201,6 +204,7 @@ def step_plan(
         None if header["next"] is None else tuple(header["next"]),
         frozen,
         header["loss_scale"],
+        header["dense"],
     )
 
 
