@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from thinwire.codecs import cast, integer, ops, raw, tile, topk
+from thinwire.codecs import (  # noqa: F401  each registers its names
+    cast,
+    integer,
+    ops,
+    published,
+    randk,
+    raw,
+    threshold,
+    tile,
+    topk,
+)
 from thinwire.codecs.base import Codec
 from thinwire.errors import SpecError
 from thinwire.spec import parse, register
 
-__all__ = ["Codec", "cast", "codec", "integer", "ops", "raw", "register_codec", "tile", "topk"]
+__all__ = ["Codec", "codec", "ops", "register_codec"]
 
 T = TypeVar("T", bound=Codec)
 
