@@ -62,6 +62,7 @@ class StepPlan:
     ``frozen``: so many stages, from the first on, compute the same at each visit of a sample.
     ``loss_scale``: what the loss is multiplied by before it goes back, None where it is not.
     ``dense``: values travel as they are, and leave the state that codecs without loss would.
+    ``measure``: senders find out what coding loses.
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepPlan:
     frozen: int = 0
     loss_scale: float | None = None
     dense: bool = False
+    measure: bool = False
 
     @property
     def keys(self) -> tuple[int, ...]:

@@ -124,3 +124,35 @@ def test_ranks_that_begin_to_compress_at_different_steps_are_told(pool: Pool) ->
 
 def apart(rank: int, world_size: int) -> None:
     train(rank, world_size, PLANS[0], dense=rank)
+
+
+def measured(rank: int, world_size: int, plan: tuple[str, str], transport: str) -> list[Any]:
+    """What coding lost in the second of three steps, which alone is measured."""
+    case = Case("Interleaved1F1B", 2)
+    made, schedule, _ = build(rank, world_size, case)
+    memory = tw.MemoryTransport() if transport == "memory" else None
+    pipeline = tw.Pipeline(schedule, made, tw.Plan(*plan), transport=memory, deadline=20)
+    found = []
+    for number in range(3):
+        keys, x, y = batch(number)
+        inputs = (x,) if any(s.is_first for s in made) else ()
+        pipeline.step(*inputs, target=y, sample_ids=keys, measure=number == 1)
+        found.append(pipeline.fidelity_reports())
+    pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_ranks_learn_what_coding_loses_on_each_link(plan: tuple[str, str], pool: Pool) -> None:
+    one, other = pool.run(measured, plan, "gloo", world_size=2)
+    (together,) = pool.run(measured, plan, "memory", world_size=1)
+    assert one == other == together
+    assert one[0] == one[2] == []
+    assert [(link["edge"], link["direction"]) for link in one[1]] == [
+        (0, "forward"),
+        (0, "backward"),
+    ]
+    for link in one[1]:
+        assert 0 < link["relative_error"] < 1.2
+        assert 0.3 < link["cosine"] < 1
+        assert link["outlier_ratio"] > 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
 from thinwire.counters import LinkCounters, Tally
+from thinwire.edge.fidelity import Fidelity
 from thinwire.edge.link import Link
 from thinwire.errors import NonFiniteError
 from thinwire.frame import Direction, Kind, Section
@@ -54,10 +55,15 @@ class LinkSender(Link):
         self._declared: set[tuple[Any, ...]] = set()  # what was found to fit
         #: Where the first gradient of this step that was not finite was found.
         self.flagged = ""
+        #: What coding has lost in this step, if that is measured.
+        self.fidelity: Fidelity | None = None
 
     def begin_step(self, plan: StepPlan) -> None:
         start = time.thread_time()
         self._drafts.clear()
+        self.fidelity = Fidelity() if plan.measure else None
+        for state in self.states.values():
+            state.measuring = plan.measure
         super().begin_step(plan)
         self.flagged = ""
         self._unsent = set() if self.silent else set(range(len(plan.microbatches))) - self.resting
@@ -200,7 +206,13 @@ class LinkSender(Link):
         if isinstance(scheme, Value) and scheme.codec == RAW and self.plan.train:
             check_finite(x, scheme, visit.valid)
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
-        return state.encode(x, microbatch, visit, out)
+        sections = state.encode(x, microbatch, visit, out)
+        if self.fidelity is not None and state.sent is not None:
+            start = time.thread_time()
+            self.fidelity.add(x, state.sent, visit.valid)
+            state.sent = None
+            self.timers.encode_s -= time.thread_time() - start  # it belongs to no codec
+        return sections
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
         """Tensor values that a section carries (padding left out)."""

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.boundary import StepPlan
-from thinwire.counters import LinkCounters, Timers, sum_reports
+from thinwire.counters import LinkCounters, Timers
 from thinwire.errors import LinkError, NonFiniteError
 from thinwire.frame import Direction
 from thinwire.network import GlooTransport, Transport
-from thinwire.pipeline import engine
+from thinwire.pipeline import engine, reports
 from thinwire.pipeline import state as link_state
 from thinwire.pipeline.agreement import Agreement, Limits, check_deadline, check_numbers
 from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks, rank_names
@@ -224,6 +224,7 @@ class Pipeline:
         next_sample_ids: Tensor | None = None,
         loss_scale: float | None = None,
         dense: bool = False,
+        measure: bool = False,
     ) -> StepResult:
         """Forward and backward of one batch over all micro-batches; gradients are left in place.
 
@@ -237,7 +238,8 @@ class Pipeline:
         multiplies the loss on its way back, and gradients are divided by it at the end: where one
         is not finite, all ranks leave this step's out and find ``overflow`` in the result. With
         ``dense``, the same on all ranks, values travel as they are, and links remember of them what
-        they would had their codecs lost nothing: a warm start, before compression begins.
+        they would had their codecs lost nothing: a warm start, before compression begins. With
+        ``measure``, as well, senders find out what coding loses: see ``fidelity_reports``.
 
         Raises ValueError on all ranks, with nothing sent, if the inputs do not fit; NonFiniteError
         if an activation, or without loss_scale the gradient, is not finite (no parameter has been
@@ -245,7 +247,15 @@ class Pipeline:
         LinkError (PeerAborted with the origin's reason) if another stage failed.
         """
         request = Request(
-            True, inputs, target, sample_ids, lengths, next_sample_ids, loss_scale, dense=dense
+            True,
+            inputs,
+            target,
+            sample_ids,
+            lengths,
+            next_sample_ids,
+            loss_scale,
+            dense=dense,
+            measure=measure,
         )
         plan = self._agreement.plan(request)
         self._frozen.accept()
@@ -477,11 +487,12 @@ class Pipeline:
 
     def link_reports(self) -> list[dict[str, Any]]:
         """All links' counters as plain numbers, the same on all ranks (collective)."""
-        found = self._gathered([c.report() for c in self.link_counters()])
-        links = [r for rank in found for r in rank if r["edge"] >= 0]
-        links.sort(key=lambda r: (r["edge"], r["direction"] != "forward"))
-        control = [r for rank in found for r in rank if r["edge"] < 0]
-        return [*links, sum_reports(control)]
+        return reports.of_links(self._gathered([c.report() for c in self.link_counters()]))
+
+    def fidelity_reports(self) -> list[dict[str, Any]]:
+        """What coding lost on every link in the last step, which was measured (collective):
+        ``relative_error``, ``cosine`` and ``outlier_ratio`` beside edge and direction."""
+        return reports.of_fidelity(self._gathered(reports.fidelity(self._ends)))
 
     def reference_reports(self) -> list[dict[str, Any]]:
         """What all ends of all links remember, and where, as plain numbers, the same on all ranks

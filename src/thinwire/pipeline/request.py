@@ -28,6 +28,7 @@ class Request:
     loss_scale: Any = None
     codec: bool = True
     dense: bool = False
+    measure: bool = False
 
 
 def input_error(

@@ -183,6 +183,10 @@ class End(ABC):  # noqa: B024  its two roles are abstract
 class Sender(End):
     """One tensor's sending end."""
 
+    #: Whether ``encode`` is to leave in ``sent`` what the receiver will have of its tensor.
+    measuring: bool = False
+    sent: Tensor | None = None
+
     @abstractmethod
     def encode(
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None

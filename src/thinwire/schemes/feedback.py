@@ -148,6 +148,7 @@ class _FeedbackSender(Sender):
             payload = RAW.encode(values, len(keys), visit.valid, out=out)
             section = Section(Kind.VALUE, str(RAW), x.dtype, tuple(x.shape), payload)
             self.note_support(RAW, section, microbatch, visit)
+            self.sent = x if self.measuring else None
             return [section]
         held = self.store.lengths
         later = [row for row in kept if held.get(keys[row]) == visit.lengths[row]]
@@ -160,6 +161,7 @@ class _FeedbackSender(Sender):
         sections, sent = self._code(values, residual, later, microbatch, visit, Space(out))
         for section in sections:
             section.shape = tuple(x.shape)
+        self.sent = sent if self.measuring else None
         lost = self._keeping.keep(residual.add_(values).sub_(sent), visit.valid)
         self._lost |= {keys[row]: (lost[row], visit.lengths[row]) for row in kept}
         return sections

@@ -88,6 +88,11 @@ class MaskEnd(End):
         return mask, kept
 
 
+def _spread(part: Tensor, mask: Tensor, kept: Sequence[int], y: Tensor) -> None:
+    """Put the values ``part`` [rows, most kept] where ``mask`` says into ``y`` [rows, n]."""
+    y[mask.to(y.device)] = part[_present(kept, part.shape[1]).to(y.device)]
+
+
 class _MaskSender(MaskEnd, Sender):
     def encode(
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
@@ -97,11 +102,16 @@ class _MaskSender(MaskEnd, Sender):
         if self._dense:
             check_finite(x, RAW, visit.valid)
             payload = coder.encode(values, len(values), visit.valid, out=out)
+            self.sent = x if self.measuring else None
         else:
             mask, kept = self._mask(microbatch, visit, values.shape[1])
             check_finite(x, self._name, visit.valid)
             part, lengths = _gathered(values, mask.to(values.device), kept)
             payload = coder.encode(part, len(part), lengths, visit.seeds, out)
+            if self.measuring:
+                found = coder.decode(payload, part.shape, x.dtype, len(part), lengths)
+                self.sent = torch.zeros_like(values)
+                _spread(found, mask, kept, self.sent)
         return [Section(Kind.VALUE, name, x.dtype, tuple(x.shape), payload)]
 
 
@@ -120,7 +130,7 @@ class _MaskReceiver(MaskEnd, Receiver):
         most = max(kept, default=0)
         lengths = None if min(kept, default=0) == most else kept
         part = coder.decode(section.payload, (rows, most), section.dtype, rows, lengths)
-        y[mask.to(y.device)] = part[_present(kept, most).to(y.device)]
+        _spread(part, mask, kept, y)
         return y.view(shape)
 
 

@@ -65,6 +65,7 @@ class _ValueEnd(End):
         self._foreseen: dict[tuple[Any, ...], _ForeseenValue | None] = {}
         #: Whether values travel as they are in this step.
         self.dense = False
+        self.measuring = False
 
     def begin_step(self, visits: Sequence[Visit], dense: bool = False) -> None:
         self.dense = dense
@@ -82,7 +83,7 @@ class _ValueEnd(End):
     def foresee(
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
-        if visit.padded or self.dense:
+        if visit.padded or self.dense or self.measuring:
             return None
         known = (len(visit.lengths), shape, dtype)
         if known not in self._foreseen:
@@ -125,6 +126,10 @@ class ValueSender(_ValueEnd, Sender):
         payload = self.coder.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
         section = Section(Kind.VALUE, self.coder_name, x.dtype, tuple(x.shape), payload)
         self.note_support(self.coder, section, microbatch, visit)
+        if self.measuring:
+            self.sent = self.coder.decode(
+                payload, x.shape, x.dtype, len(visit.lengths), visit.valid
+            )
         return [section]
 
 

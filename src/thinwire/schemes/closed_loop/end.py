@@ -36,7 +36,7 @@ class LoopEnd:
         self._ways: dict[tuple[Any, ...], Way | None] = {}
         self._spare_rows: Rows | None = None
         self._repaired: set[int] = set()
-        self._dense = False
+        self._dense = self.measuring = False
         self._names = {kind: str(coding.codec_of(kind)) for kind in KINDS}
 
     def coder(self, kind: Kind) -> Codec:
@@ -90,7 +90,7 @@ class LoopEnd:
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
         kinds = self._plan[microbatch]
-        if visit.padded or not kinds or kinds.count(kinds[0]) < len(kinds):
+        if visit.padded or self.measuring or not kinds or kinds.count(kinds[0]) < len(kinds):
             return None
         make = _SHORT.get(kinds[0])
         if make is None:

@@ -38,9 +38,29 @@ class LoopSender(LoopEnd, Sender):
         except NonFiniteError:
             coder = self.coder(kind)
             raise unfit_value(x, coder, visit.valid, len(keys)) from None
+        if self.measuring:
+            self.sent = self._sent(moves, values, visit)
         for coded, there in moves:
             self.settle(coded.kind, there, coded.references, coded.rows, visit)
         return sections
+
+    def _sent(
+        self, moves: Sequence[tuple[_Coded, Sequence[int]]], values: Tensor, visit: Visit
+    ) -> Tensor:
+        """What the receiver will have of ``values``, before any reference moves."""
+        sent = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        for coded, keys in moves:
+            lengths, coder = lengths_at(visit, coded.rows), self.coder(coded.kind)
+            shape = len(coded.rows), values.shape[1]
+            if coded.kind in CHANGES or coded.kind == Kind.SAME:
+                y = self.keeping.read(self.store.rows(keys), lengths, shape[1])
+                if coded.kind != Kind.SAME:
+                    y = y + coder.decode(coded.payload, shape, torch.float32, shape[0], lengths)
+            else:
+                dtype = values.dtype if coded.kind == Kind.VALUE else torch.float32
+                y = coder.decode(coded.payload, shape, dtype, shape[0], lengths)
+            sent[coded.rows] = y.to(torch.float32)
+        return sent
 
     def _section(self, coded: _Coded, keys: Sequence[int], x: Tensor, visit: Visit) -> Section:
         return Section(
