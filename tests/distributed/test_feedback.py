@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from tests.distributed.pool import Pool
-from tests.distributed.setup import Case, batch, build, parameter_hash
+from tests.distributed.setup import Case, Stage, batch, build, parameter_hash
 
 SLOT = "ef21(topk:0.3,key=slot)", "ef(topk:0.2,key=slot)"
 
@@ -156,3 +159,92 @@ def test_all_ranks_learn_what_coding_loses_on_each_link(plan: tuple[str, str], p
         assert 0 < link["relative_error"] < 1.2
         assert 0.3 < link["cosine"] < 1
         assert link["outlier_ratio"] > 1
+
+
+class Recomputed(nn.Module):
+    """A stage whose activations are computed again in the backward pass, if asked for."""
+
+    def __init__(self, stage: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.stage, self.reentrant = stage, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Any = self.stage
+        if self.reentrant is not None and self.training:
+            # torch's reentrant way needs an input with a gradient; tokens have none
+            reentrant = self.reentrant and x.dtype.is_floating_point
+            run = functools.partial(checkpoint, self.stage, use_reentrant=reentrant)
+        y: Tensor = run(x)
+        return y
+
+
+def recompute(rank: int, world_size: int, reentrant: bool | None) -> tuple[list[float], Any]:
+    """Losses, and what the sender of gradients has left."""
+    module = Recomputed(Stage(rank, 2), reentrant)
+    made, schedule, _ = build(rank, world_size, Case("1F1B", 2), {rank: module})
+    plan = tw.Plan("ef(topk:0.3)", "ef(topk:0.2)")
+    pipeline = tw.Pipeline(schedule, made, plan, deadline=20)
+    losses = []
+    for number in range(4):
+        keys, x, y = batch(number)
+        inputs = (x,) if rank == 0 else ()
+        losses.append(pipeline.step(*inputs, target=y, sample_ids=keys).loss)
+    stores = [store.digest() for _, store in pipeline._remembered.stores]
+    pipeline.close()
+    return losses, stores
+
+
+def test_recomputed_activations_leave_the_same_residuals(pool: Pool) -> None:
+    plain = pool.run(recompute, None, world_size=2)
+    assert all(len(stores) == 1 for _, stores in plain)
+    assert pool.run(recompute, False, world_size=2) == plain
+    assert pool.run(recompute, True, world_size=2) == plain
+
+
+def uneven(rank: int, world_size: int) -> list[float]:
+    """Batches of eight, five and eight rows, told apart by slot."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", 2))
+    pipeline = tw.Pipeline(schedule, made, tw.Plan(*SLOT), deadline=20)
+    losses = []
+    for number, rows in enumerate((8, 5, 8)):
+        _, x, y = batch(number, rows)
+        inputs = (x,) if rank == 0 else ()
+        losses.append(pipeline.step(*inputs, target=y).loss)
+    digests = pipeline.state_digests()
+    pipeline.close()
+    assert len(digests) == 2
+    return losses
+
+
+def test_batches_of_several_sizes_go_by_slot(pool: Pool) -> None:
+    one, other = pool.run(uneven, world_size=2)
+    assert one == other
+    assert len(one) == 3
+
+
+@pytest.mark.parametrize("backward", ["int8", "int4", "topk:0.2/int8", "ef(topk:0.1)", "tile"])
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(backward: str, pool: Pool) -> None:
+    plain = pool.run(train, ("raw", backward), world_size=2)
+    assert pool.run(train, ("raw", backward), scale=2.0**12, world_size=2) == plain
+
+
+def passed_back(rank: int, world_size: int) -> Any:
+    """The gradient that leaves the second stage, and that which enters the first."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", 2, microbatches=2))
+    pipeline = tw.Pipeline(schedule, made, tw.Plan("int2", "raw"), deadline=20)
+    seen: list[Tensor] = []
+    keys, x, y = batch(0)
+    if rank == 0:
+        made[0].submod.block.register_full_backward_pre_hook(lambda _, g: seen.append(g[0].clone()))
+    else:
+        made[0].submod.block.register_full_backward_hook(lambda _, i, __: seen.append(i[0].clone()))
+    pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=keys)
+    pipeline.close()
+    return seen
+
+
+def test_the_gradient_passes_a_forward_codec_as_it_is(pool: Pool) -> None:
+    into, out_of = pool.run(passed_back, world_size=2)
+    assert len(into) == len(out_of) == 2
+    assert all(one.equal(other) for one, other in zip(into, out_of, strict=True))
+    assert float(into[0].abs().max()) > 0

@@ -212,3 +212,22 @@ def test_state_can_be_saved():
     one.step(x, [1, 2])
     other.sender.load_state_dict(one.sender.state_dict())
     assert one.step(x, [1, 2]).equal(other.step(x, [1, 2]))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_batch_may_be_cut_into_micro_batches_anyhow(spec):
+    """Rows are coded with their own residuals, whatever stands beside them."""
+    whole, cut = Link(spec), Link(spec)
+    for step in range(3):
+        x = normal(6, WIDTH, seed=step)
+        keys = [3, 1, 4, 15, 9, 2]
+        seeds = torch.arange(6) + 10 * step
+        one = full(keys)._replace(seeds=seeds)
+        whole.begin(one)
+        y = whole.move(x, 0, one)
+        whole.sender.end_step()
+        parts = [full(keys[a:b])._replace(seeds=seeds[a:b]) for a, b in ((0, 1), (1, 4), (4, 6))]
+        cut.begin(*parts)
+        found = [cut.move(part, k, parts[k]) for k, part in enumerate(x.split([1, 3, 2]))]
+        cut.sender.end_step()
+        assert torch.cat(found).equal(y)
