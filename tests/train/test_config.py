@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.train import check, config, size
+from thinwire.train import check, config, size, spelling
 from thinwire.train.arguments import read_arguments
 from thinwire.train.config import Config, ConfigError
 
@@ -77,12 +77,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         )
     )
     file = tmp_path / "config.toml"
-    file.write_text(config.to_toml(given), encoding="utf-8")
+    file.write_text(spelling.to_toml(given), encoding="utf-8")
     assert read_arguments([str(file)]) == given
 
 
 def test_the_written_file_leaves_out_the_run_folder() -> None:
-    written = tomllib.loads(config.to_toml(dataclasses.replace(Config(), out="runs/one")))
+    written = tomllib.loads(spelling.to_toml(dataclasses.replace(Config(), out="runs/one")))
     assert "out" not in written
 
 

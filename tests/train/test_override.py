@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.train import config as configuration
+from thinwire.train import spelling
 from thinwire.train.arguments import read_train
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.words import typed
@@ -16,7 +17,7 @@ from thinwire.train.words import typed
 def resumed(folder: Path, before: dict[str, Any], *words: str) -> Config:
     """The settings with which a run of the settings ``before`` goes on."""
     made = configuration.build({"nproc": 2, "plan.forward": "delta(int4)"} | before)
-    (folder / "config.toml").write_text(configuration.to_toml(made))
+    (folder / "config.toml").write_text(spelling.to_toml(made))
     return read_train([*words, "--resume", str(folder)])[0]
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from thinwire.spec import nearest
 from thinwire.train import config as configuration
-from thinwire.train import launch, override
+from thinwire.train import launch, override, spelling
 from thinwire.train.config import Config, ConfigError, Setting
 from thinwire.train.words import typed
 
@@ -92,9 +92,9 @@ def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
         raise ConfigError(_unknown(unknown[0], known))
     given = vars(options)
     path, run = given.pop("config", None), given.pop("resume", None)
-    values = {name: configuration.from_text(known[name], text) for name, text in given.items()}
+    values = {name: spelling.from_text(known[name], text) for name, text in given.items()}
     if run is None:
-        read = configuration.read_toml(Path(path)) if path else {}
+        read = spelling.read_toml(Path(path)) if path else {}
         if "train.epochs" in values:  # else the file's steps would go on replacing them
             read.pop("train.steps", None)
         return configuration.build(read | values), None

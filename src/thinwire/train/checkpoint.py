@@ -24,9 +24,9 @@ from thinwire.pipeline.remembered import rows_of
 from thinwire.store import FolderInUseError, FolderLock
 from thinwire.train import disk, model, ranks, storage, weights
 from thinwire.train.build import Run
-from thinwire.train.config import to_toml
 from thinwire.train.home import Home
 from thinwire.train.journal import Journal
+from thinwire.train.spelling import to_toml
 
 PROGRESS_FILE = "progress.safetensors"
 KEPT = 2  # the last one may turn out damaged

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.train import config as configuration
-from thinwire.train import metrics
+from thinwire.train import metrics, spelling
 from thinwire.train.config import Config, ConfigError, Setting
 from thinwire.train.words import typed
 
@@ -32,7 +32,7 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
     """
     if not (folder / metrics.CONFIG).is_file():
         raise ConfigError(f"--resume {folder} is no run folder: it has no {metrics.CONFIG}")
-    values = configuration.read_toml(folder / metrics.CONFIG)
+    values = spelling.read_toml(folder / metrics.CONFIG)
     if values.get("compare"):
         raise ConfigError(
             f"--resume {folder} holds compared runs; resume one of them, as {folder / 'compressed'}"

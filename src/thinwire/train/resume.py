@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from thinwire.pipeline.state import fresh
 from thinwire.train import config as configuration
-from thinwire.train import disk, metrics, model, override, ranks, storage, weights
+from thinwire.train import disk, metrics, model, override, ranks, spelling, storage, weights
 from thinwire.train.build import Run
 from thinwire.train.checkpoint import PROGRESS_FILE, set_generator_states, versions
 from thinwire.train.choose import Choice, choose
@@ -62,7 +62,7 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
         _say(screen, "there is no complete checkpoint yet: the run begins anew")
         return Progress()
     facts = _facts(choice, home, place.rank)
-    before = configuration.build(configuration.from_toml(facts["config"], home.folder))
+    before = configuration.build(spelling.from_toml(facts["config"], home.folder))
     _check(run, home, facts, before, choice.key.step)
     for line in _notes(run, facts):
         _say(screen, line)

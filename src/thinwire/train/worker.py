@@ -33,10 +33,10 @@ from thinwire.train.config import (
     DataConfig,
     PlanConfig,
     RefConfig,
-    to_toml,
 )
 from thinwire.train.home import Home
 from thinwire.train.loop import train
+from thinwire.train.spelling import to_toml
 from thinwire.train.stop import (
     Stop,
     Stopped,
