@@ -194,7 +194,7 @@ def test_a_run_without_links_is_bound_by_compute() -> None:
 
 def test_the_progress_line_shows_loss_speed_traffic_ratio_and_busy_share() -> None:
     line = report.progress_line(
-        epoch="1/3", step="10/648", loss=2.5, tokens_per_s=12345.6, links=LINKS, busy=0.371
+        epoch="1/3", step="10/648", loss=2.5, unit="tokens", per_s=12345.6, links=LINKS, busy=0.371
     )
     for part in ("loss 2.5000", "12,346 tokens/s", "0.0 MB sent", "7.5x less", "37 % busy"):
         assert part in line

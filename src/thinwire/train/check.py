@@ -20,8 +20,10 @@ from thinwire.train.config import (
     link_rate,
     parse_size,
     settings,
+    shortened,
 )
-from thinwire.train.size import check_size
+from thinwire.train.task import Task
+from thinwire.train.tasks import task_of
 from thinwire.train.words import counted, one_line
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
@@ -34,8 +36,10 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     ``world_size`` is what torchrun set, None outside it. Raises ConfigError before any process
     starts; codec strings are checked by ``check_plan`` since that needs torch.
     """
-    _check_numbers(config)
-    _check_paths(config)
+    task = task_of(config)
+    _check_numbers(config, task)
+    _check_paths(config, task)
+    task.check(config)
     pipeline, in_memory = config.pipeline, config.link.transport == "memory"
     nproc = world_size or config.nproc or (1 if in_memory else 2)
     per_rank = pipeline.stages_per_rank or (2 if pipeline.schedule == "ZBV" else 1)
@@ -52,7 +56,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
         ),
         pipeline=dataclasses.replace(pipeline, stages=stages, stages_per_rank=per_rank),
     )
-    _check_pipeline(config)
+    _check_pipeline(config, task)
     link_rate(config.link)
     link_latency(config.link)
     for name, size in (("--ref.budget", config.ref.budget), ("--ref.disk", config.ref.disk)):
@@ -61,7 +65,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         close = nearest(config.device, ("cpu", "cuda"))
         raise ConfigError(f"--device: unknown device '{config.device}'{close}")
-    check_size(
+    task.check_size(
         config, nproc if world_size is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
     return config
@@ -86,7 +90,7 @@ _ABOVE_ZERO = {
 _FRACTIONS = ("data.validation", "train.warmup", "model.dropout")
 
 
-def _check_numbers(config: Config) -> None:
+def _check_numbers(config: Config, task: Task) -> None:
     for entry in settings():
         value = entry.of(config)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -96,38 +100,21 @@ def _check_numbers(config: Config) -> None:
         whole = (1, _INT64) if isinstance(value, int) else (-math.inf, math.inf)
         least, most = _LIMITS.get(entry.name, whole)
         if value < least:
-            raise ConfigError(f"{entry.name} is {_short(value)}; it must be at least {least}")
+            raise ConfigError(f"{entry.name} is {shortened(value)}; it must be at least {least}")
         most = _ABOVE_ZERO.get(entry.name, most)
         if value > most:
-            raise ConfigError(f"{entry.name} is {_short(value)}; it must be at most {most}")
+            raise ConfigError(f"{entry.name} is {shortened(value)}; it must be at most {most}")
         if entry.name in _ABOVE_ZERO and value <= 0:
             raise ConfigError(f"{entry.name} is {value}; it must be above 0")
         if entry.name in _FRACTIONS and not 0 <= value < 1:
             raise ConfigError(f"{entry.name} is {value}; it must be from 0 to below 1")
     if config.data.validation == 0:
-        raise ConfigError("data.validation is 0; keep some text for validation, as 0.05")
-    model = config.model
-    if model.dim % model.heads:
-        raise ConfigError(
-            f"model.dim {model.dim} is no multiple of model.heads {model.heads}; change either"
-        )
-    if config.train.frozen > model.layers:
-        raise ConfigError(
-            f"train.frozen is {_short(config.train.frozen)} but model.layers {model.layers}: "
-            f"nothing would be left to train; with {model.layers} the head alone is trained"
-        )
+        raise ConfigError(f"data.validation is 0; keep some {task.noun} for validation, as 0.05")
 
 
-def _short(value: float) -> str:
-    """A number as it is shown; of thousands of digits only how many there are."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return f"a number of {len(str(abs(value)))} digits" if abs(value) < 10**4000 else "huge"
-    return str(value)
-
-
-def _check_paths(config: Config) -> None:
+def _check_paths(config: Config, task: Task) -> None:
     for name, value, what in (
-        ("data.path", config.data.path, "a text file or a folder"),
+        ("data.path", config.data.path, task.path),
         ("out", config.out, "a new folder"),
         ("checkpoint.dir", config.checkpoint.dir, "a folder"),
     ):
@@ -139,7 +126,7 @@ def _check_paths(config: Config) -> None:
             raise ConfigError(f"--{name}: {value} is not UTF-8; rename it")
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, task: Task) -> None:
     pipeline, nproc, stages = config.pipeline, config.nproc or 1, config.num_stages
     name, parts = pipeline.schedule, pipeline.microbatches
     if config.link.transport == "memory" and nproc != 1:
@@ -153,11 +140,7 @@ def _check_pipeline(config: Config) -> None:
             f"{pipeline.stages_per_rank} a process doesn't come out even; "
             "set --pipeline.stages to a multiple of --nproc"
         )
-    if stages > config.model.layers:
-        raise ConfigError(
-            f"{counted(stages, 'stage')} but model.layers is {config.model.layers}: a stage needs "
-            "a layer; lower --nproc or --pipeline.stages, or raise --model.layers"
-        )
+    task.check_stages(config)
     if name == "ZBV" and stages != 2 * nproc:
         raise ConfigError(
             f"pipeline.schedule ZBV needs two stages a process, {2 * nproc} for "

@@ -34,6 +34,13 @@ class ConfigError(ValueError):
         super().__init__(line)
 
 
+def shortened(value: float) -> str:
+    """A number as it is shown; of thousands of digits only how many there are."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of {len(str(abs(value)))} digits" if abs(value) < 10**4000 else "huge"
+    return str(value)
+
+
 def setting(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field with the line that ``--help`` shows for it."""
     return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})

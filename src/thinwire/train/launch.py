@@ -51,10 +51,10 @@ def train(config: Config, resume_from: Path | None = None) -> int:
     config = check.resolved(config)
     check.check_out(config)
     check.check_plan(config)
-    from thinwire.train import build, data, home, report
+    from thinwire.train import build, home, report
+    from thinwire.train.tasks import task_of
 
-    text = data.load(config.data, config.model.context)
-    config = build.planned(config, text, report.note(config))
+    config = build.planned(config, task_of(config).load(config), report.note(config))
     if resume_from is not None:
         home.read(resume_from)
     folder = resume_from or home.create(config)

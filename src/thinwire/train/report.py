@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from thinwire.counters import link_name
+from thinwire.train.batches import Split
 from thinwire.train.build import may_rest
 from thinwire.train.config import Config, link_rate
-from thinwire.train.data import Text
-from thinwire.train.model import parameter_count
 from thinwire.train.storage import disk_sentence, no_room, remembers, slow_disk
-from thinwire.train.words import counted
+from thinwire.train.task import Data, Model
+from thinwire.train.tasks import task_of
+from thinwire.train.words import counted, listed
 
 _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns
 _REFRESH_S = 0.2
@@ -84,7 +85,8 @@ def progress_line(
     epoch: str,
     step: str,
     loss: float,
-    tokens_per_s: float,
+    unit: str,
+    per_s: float,
     links: list[dict[str, Any]],
     busy: float | None,
 ) -> str:
@@ -97,7 +99,7 @@ def progress_line(
     ratio = f"{raw / sent:.1f}x less than fp32" if sent else "nothing crossed a link"
     return (
         f"epoch {epoch}  step {step}  loss {loss:.4f}  "
-        f"{tokens_per_s:,.0f} tokens/s  {sent / 1e6:.1f} MB sent  {ratio}  "
+        f"{per_s:,.0f} {unit}/s  {sent / 1e6:.1f} MB sent  {ratio}  "
         f"link {'–' if busy is None else f'{100 * busy:.0f} %'} busy"
     )
 
@@ -107,33 +109,34 @@ def sent_bytes(links: list[dict[str, Any]]) -> int:
     return sum(link["payload_bytes"] + link["header_bytes"] for link in links)
 
 
-def opening(
-    config: Config, text: Text, training_samples: int, validation_samples: int, steps: int
-) -> str:
-    """The lines with which a run begins: what is trained, on what text, over which links."""
+def opening(config: Config, data: Data, samples: Split, model: Model, steps: int) -> str:
+    """The lines with which a run begins: what is trained, on what data, over which links."""
     pipeline, link = config.pipeline, config.link
+    task, training_samples = task_of(config), len(samples.training)
     left_out = training_samples % config.train.batch
+    counts = [f"{counted(training_samples, 'sample')} to train"]
+    counts += [f"{len(samples.validation):,} to validate"]
+    counts += [] if samples.test is None else [f"{len(samples.test):,} to test"]
     emulated = f"{link.rate}, {link.latency}, emulated"
     if link_rate(link) is None:
         emulated = "not emulated"
     shown = (
-        f"model: {parameter_count(config.model):,} parameters in {shape_text(config)}\n"
-        f"text: {text.source}, {counted(training_samples, 'sample')} to train and "
-        f"{validation_samples:,} to validate, sha256 {text.sha256[:12]}\n"
+        f"model: {model.parameters:,} parameters in {shape_text(config)}\n"
+        f"{task.noun}: {data.described}, {listed(counts)}, sha256 {data.sha256[:12]}\n"
         f"links: {link.transport}, {emulated}; forward {config.plan.forward}, "
         f"backward {config.plan.backward}\n"
         f"training: {counted(steps, 'step')} of {counted(config.train.batch, 'sample')} on "
         f"{config.device}"
     )
     if config.train.frozen:
-        shown += f"; the embedding and {config.train.frozen} of {config.model.layers} blocks frozen"
+        shown += f"; {model.frozen} frozen"
         recurs = steps * config.train.batch > training_samples
-        if recurs and may_rest(config) and not remembers(config.plan.forward):
+        if recurs and may_rest(config, model) and not remembers(config.plan.forward):
             shown += f"\nnote: no frozen stage can rest: {config.plan.forward} remembers no samples"
-    if text.skipped:
-        reasons = ", ".join(f"{number:,} {why}" for why, number in text.skipped.items())
-        shown += f"\nnote: files skipped in {text.source}: {reasons}"
-    if 0 < left_out < pipeline.microbatches:
+    if data.skipped:
+        reasons = ", ".join(f"{number:,} {why}" for why, number in data.skipped.items())
+        shown += f"\nnote: files skipped in {data.source}: {reasons}"
+    if 0 < left_out < task.least_rows * pipeline.microbatches:
         shown += (
             f"\nnote: each epoch leaves out {counted(left_out, 'sample')}, too few for "
             f"{pipeline.microbatches} micro-batches, others each time"

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from thinwire.pipeline.state import fresh
 from thinwire.train import config as configuration
-from thinwire.train import disk, metrics, model, override, ranks, spelling, storage, weights
+from thinwire.train import disk, metrics, override, ranks, spelling, storage, weights
 from thinwire.train.build import Run
 from thinwire.train.checkpoint import PROGRESS_FILE, set_generator_states, versions
 from thinwire.train.choose import Choice, choose
@@ -94,10 +94,10 @@ def _facts(choice: Choice, home: Home, rank: int) -> dict[str, Any]:
 
 
 def _check(run: Run, home: Home, facts: Mapping[str, Any], before: Config, step: int) -> None:
-    """Refuse to go on with another text, with other settings, or with nothing left to do."""
+    """Refuse to go on with other data, with other settings, or with nothing left to do."""
     where = f"--resume {home.folder}"
-    if facts["text"] != run.text_sha256:
-        raise ConfigError(f"{where}: the text is not the one that it was trained on")
+    if facts["text"] != run.data.sha256:
+        raise ConfigError(f"{where}: {run.task.other_data}")
     for entry in override.changed(before, run.config):
         raise ConfigError(f"{where}: {entry.name} is not what the run was trained with")
     if facts["steps_per_epoch"] != run.steps_per_epoch:
@@ -141,7 +141,7 @@ def _notes(run: Run, facts: Mapping[str, Any]) -> list[str]:
 def _read_own(run: Run, home: Home, choice: Choice, before: Config) -> tuple[Progress, list[str]]:
     """Everything from this rank's own part; ``before`` are the settings that wrote it."""
     part = choice.parts[run.place.rank]
-    tensors = model.named_tensors(run.stages, run.config.model.tied)
+    tensors = run.model.named_tensors(run.stages)
     with _naming(part):
         entries = weights.read(part.folder, part.manifest["weights"], tensors)
         weights.apply(entries, tensors, run.optimizer)
@@ -197,7 +197,7 @@ def _move(
 ) -> tuple[Progress, list[str]]:
     """Weights and optimizer state by name; what belonged to the old processes begins anew."""
     step = choice.key.step
-    tensors = model.named_tensors(run.stages, run.config.model.tied)
+    tensors = run.model.named_tensors(run.stages)
     weights.apply(_fetched(tensors, choice.parts, run.place.rank), tensors, run.optimizer)
     # every rank's generator stood elsewhere: begin a stream that no start of a run has used
     digest = hashlib.sha256(f"resumed:{run.config.train.seed}:{step}".encode()).digest()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import thinwire as tw
 from thinwire.codecs.keeping import KEEPINGS
@@ -22,6 +21,8 @@ from thinwire.store.tier import STEPS_IN_RAM
 from thinwire.train import pace
 from thinwire.train.config import Config, ConfigError, parse_size
 from thinwire.train.size import available_memory
+from thinwire.train.stage import Stage
+from thinwire.train.task import Model
 from thinwire.train.words import counted
 
 #: Slots that a reference may take on disk: now, in the two checkpoints that are kept (a run that is
@@ -58,18 +59,19 @@ class Need:
         return self.samples * self.slots_a_sample
 
 
-def need_of(config: Config, rank: int, samples: int) -> Need:
+def need_of(config: Config, model: Model, rank: int, samples: int) -> Need:
     """What ``rank`` would remember of ``samples`` samples."""
-    here = sum((link.upper == rank) + (link.lower == rank) for link in pace.links_of(config))
-    values = config.model.context * config.model.dim
+    links = pace.links_of(config)
+    here = [link.edge for link in links for end in (link.upper, link.lower) if end == rank]
+    rows = [model.values(edge) for edge in here]
     ends = total = slots = 0
     for spec in (config.plan.forward, config.plan.backward):
         scheme = None if spec == "off" else tw.scheme(spec)
         if not isinstance(scheme, Delta):
             continue
-        ends += here
-        row = KEEPINGS[scheme.ref].nbytes(values)
-        total, slots = total + here * row, slots + here * slot_size(row)
+        ends += len(rows)
+        sizes = [KEEPINGS[scheme.ref].nbytes(values) for values in rows]
+        total, slots = total + sum(sizes), slots + sum(map(slot_size, sizes))
     return Need(samples, ends, total, slots, config.train.batch * total)
 
 
@@ -136,9 +138,10 @@ def _check_disk(need: Need, disk: int | None, folder: Path, local_ranks: int) ->
 
 def sentence(
     config: Config,
+    model: Model,
     need: Need,
     storage: tw.Storage,
-    stages: Sequence[nn.Module],
+    stages: Sequence[Stage],
     device: torch.device,
 ) -> str | None:
     """What a rank remembers, where, and what it writes a day at most; None if it remembers nothing.
@@ -157,7 +160,7 @@ def sentence(
     if not is_spilled and not config.checkpoint.every:
         return f"{text}{part}. They are in RAM{memory}; none goes to disk unless the run is stopped"
     kept = _where(config, storage, is_spilled, memory)
-    step_s = pace.least_step_s(config, room, stages, device)
+    step_s = pace.least_step_s(config, model, room, stages, device)
     a_day = written_a_step(config, need, storage) * _DAY / step_s
     return (
         f"{text}{part}. {kept}. At most {bytes_text(a_day)} a day are written, with steps of "
