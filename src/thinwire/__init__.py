@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
     from thinwire.pipeline import (
         SCHEDULES,
+        ClassLoss,
         EvalResult,
         Pipeline,
         PipelineStage,
@@ -50,6 +51,7 @@ _HOMES = {
     "thinwire.network": ("EmulatedTransport", "GlooTransport", "MemoryTransport", "Transport"),
     "thinwire.pipeline": (
         "SCHEDULES",
+        "ClassLoss",
         "EvalResult",
         "Pipeline",
         "PipelineStage",
@@ -87,6 +89,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SCHEDULES",
+    "ClassLoss",
     "Codec",
     "EmulatedTransport",
     "EngineError",
