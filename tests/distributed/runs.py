@@ -186,7 +186,7 @@ def text_in(folder: Path) -> str:
 
 
 #: What depends on the clock.
-TIMED = ("tokens_per_s", "step_ms", "timers_ms", "checkpoint")
+TIMED = ("tokens_per_s", "images_per_s", "step_ms", "timers_ms", "checkpoint")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -201,10 +201,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What the summary says of losses and of traffic on the links."""
+    """What the summary says of losses and accuracies, and of traffic on the links."""
     summary = json.loads((folder / "summary.json").read_text())
-    names = ("train_loss", "val_loss", "val_loss_codec", "steps", "epochs", "tokens", "links")
-    return {name: summary[name] for name in names}
+    names = ("train_", "val_", "test_", "steps", "epochs", "tokens", "images", "links")
+    found = {n: summary[n] for n in summary if n.startswith(names) and n != "train_s"}
+    return {name: value for name, value in found.items() if name not in TIMED}
 
 
 def digests(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
@@ -238,7 +239,7 @@ def references(folder: Path) -> dict[str, dict[int, tuple[int, ...]]]:
         last = list(disk.parts(ranks_own))[-1]
         for path in sorted(last.folder.glob("link-*")):
             table = load_file(path)
-            names = ("versions", "values", "last", "hashes")
+            names = ("versions", "values", "last", *({"hashes"} & table.keys()))
             columns = [table[name].tolist() for name in ("keys", *names)]
             found[f"{ranks_own.name}/{path.name}"] = {
                 row[0]: row[1:] for row in zip(*columns, strict=True)

@@ -221,7 +221,11 @@ def summary(**kinds: int):
         ],
         "checkpoints": {"count": 1, "bytes": 3_000_000},
         "references": [],
-        "config": {"ref": {"disk": None}, "plan": {"forward": "delta(int4)"}},
+        "config": {
+            "ref": {"disk": None},
+            "plan": {"forward": "delta(int4)"},
+            "data": {"augment": "none"},
+        },
     }
 
 

@@ -23,9 +23,11 @@ _EXAMPLES = """examples:
   thinwire train --quick                            the same in some seconds
   thinwire train --compare                          also uncompressed and in bf16
   thinwire train run.toml --forward 'delta(int2)' --link.rate 30mbit
+  thinwire train --model.kind resnet8 --data.path mnist/ --pipeline.cuts layer1,layer2
   thinwire train --resume runs/one                  go on with a run that was stopped or killed
   torchrun --nproc-per-node 2 -m thinwire train run.toml
 """
+_NAMES = {configuration.LANGUAGE: "gpt", configuration.VISION: "resnets"}  # as options call tasks
 _COMMANDS = {
     "train": "train a model in pipeline stages whose links are compressed",
     "inspect": "show what a run folder tells: progress, checkpoints, traffic",
@@ -154,8 +156,10 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
 def _help(entry: Setting) -> str:
     default = typed(entry.default)
     choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
-    shown = "" if entry.default is None else f" (default {default})"
-    return f"{entry.help}{choices}{shown}".replace("%", "%%")
+    others = [f", with {_NAMES.get(n, n)} {typed(v)}" for n, v in entry.otherwise.items()]
+    shown = "" if entry.default is None else f" (default {default}{''.join(others)})"
+    only = "" if entry.task is None else f"{_NAMES[entry.task]}: "
+    return f"{only}{entry.help}{choices}{shown}".replace("%", "%%")
 
 
 def _joined(arguments: Sequence[str], known: dict[str, Setting]) -> list[str]:

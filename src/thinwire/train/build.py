@@ -93,9 +93,14 @@ def planned(config: Config, data: Data, say: Callable[[str], None] = lambda line
     least = task.least_rows * config.pipeline.microbatches
     epoch = max(1, steps_per_epoch(len(training), config.train.batch, least))
     epochs = config.train.epochs if config.train.steps is None else config.train.steps / epoch
-    forward = tw.default_forward(epochs, resting=may_rest(config, task.model(config, data)))
+    visits = epochs / training.variants if training.variants else 1
+    forward = tw.default_forward(visits, resting=may_rest(config, task.model(config, data)))
     why = "1 epoch is planned" if epochs == 1 else f"{epochs:.3g} epochs are planned"
-    if forward != tw.default_forward(epochs):
+    if training.variants > 1:
+        why += f", each with one of {training.variants} variants of a sample"
+    elif not training.variants:
+        why = "no sample ever comes again: each epoch has new variants of all"
+    if forward != tw.default_forward(visits):
         why += " and frozen stages can rest"
     say(f"forward {forward}, since {why}")
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, forward=forward))
@@ -117,7 +122,8 @@ def build(config: Config, data: Data, place: Place, own: Path, is_on_disk: bool 
     task = task_of(config)
     samples, model = task.split(config, data), task.model(config, data)
     task.check_samples(config, data, len(samples.training))
-    need = storage.need_of(config, model, place.rank, len(samples.training))
+    count, variants = len(samples.training), samples.training.variants
+    need = storage.need_of(config, model, place.rank, count, variants)
     kept = storage.storage_of(
         config, need, own / disk.REFERENCES, place.local_world_size, is_on_disk
     )
@@ -203,7 +209,8 @@ def build_pipeline(
 
 
 def build_optimizer(config: TrainConfig, stages: list[Stage]) -> torch.optim.Optimizer:
-    """AdamW over what this rank trains, each parameter once; weight decay on matrices only."""
+    """The optimizer of what this rank trains, each parameter once; weight decay on matrices and
+    convolutions only."""
     everyone = (p for stage in stages for p in stage.parameters())
     parameters = {id(p): p for p in everyone if p.requires_grad}
     matrices = [p for p in parameters.values() if p.ndim >= 2]
@@ -212,4 +219,6 @@ def build_optimizer(config: TrainConfig, stages: list[Stage]) -> torch.optim.Opt
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9, nesterov=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))

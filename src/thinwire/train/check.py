@@ -14,8 +14,10 @@ from pathlib import Path
 from thinwire.spec import nearest
 from thinwire.train.config import (
     BY_EPOCHS,
+    KINDS,
     Config,
     ConfigError,
+    kinds_of,
     link_latency,
     link_rate,
     parse_size,
@@ -24,7 +26,7 @@ from thinwire.train.config import (
 )
 from thinwire.train.task import Task
 from thinwire.train.tasks import task_of
-from thinwire.train.words import counted, one_line
+from thinwire.train.words import counted, listed, one_line
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
 ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # these work through micro-batches in rounds
@@ -39,11 +41,15 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     task = task_of(config)
     _check_numbers(config, task)
     _check_paths(config, task)
+    _check_task(config)
     task.check(config)
     pipeline, in_memory = config.pipeline, config.link.transport == "memory"
-    nproc = world_size or config.nproc or (1 if in_memory else 2)
     per_rank = pipeline.stages_per_rank or (2 if pipeline.schedule == "ZBV" else 1)
-    stages = pipeline.stages or (2 if in_memory and per_rank == 1 else nproc * per_rank)
+    cut_into = task.cut_into(config)
+    usual = 2 if cut_into is None else max(1, cut_into // per_rank)
+    nproc = world_size or config.nproc or (1 if in_memory else usual)
+    stages = pipeline.stages or cut_into
+    stages = stages or (2 if in_memory and per_rank == 1 else nproc * per_rank)
     if stages % nproc == 0 and pipeline.stages_per_rank is None:
         per_rank = stages // nproc
     parts = config.checkpoint.dir
@@ -81,6 +87,8 @@ _LIMITS: dict[str, tuple[float, float]] = {  # of whole numbers else from 1 to _
     "train.frozen": (0, _INT64),
     "train.weight_decay": (0, math.inf),
     "train.clip": (0, math.inf),
+    "data.size": (1, 4096),
+    "data.variants": (0, 1 << 20),
 }
 _ABOVE_ZERO = {
     "train.lr": math.inf,
@@ -112,6 +120,19 @@ def _check_numbers(config: Config, task: Task) -> None:
         raise ConfigError(f"data.validation is 0; keep some {task.noun} for validation, as 0.05")
 
 
+def _check_task(config: Config) -> None:
+    """Refuse settings that the model's kind has not."""
+    kind = config.model.kind
+    for entry in settings():
+        value = entry.of(config)
+        if entry.task not in (None, KINDS[kind]) and value != entry.default:
+            kinds = listed(kinds_of(str(entry.task)))
+            raise ConfigError(
+                f"--{entry.name} {shortened(value)} is a setting of {kinds}, but model.kind is "
+                f"{kind}; leave it out or change --model.kind"
+            )
+
+
 def _check_paths(config: Config, task: Task) -> None:
     for name, value, what in (
         ("data.path", config.data.path, task.path),
@@ -135,10 +156,12 @@ def _check_pipeline(config: Config, task: Task) -> None:
             "leave --nproc out or use --link.transport gloo"
         )
     if stages != nproc * (pipeline.stages_per_rank or 1):
+        what, how = f"pipeline.stages {stages}", "--pipeline.stages to a multiple of --nproc"
+        if pipeline.cuts is not None:
+            what, how = f"{counted(stages, 'stage')} by pipeline.cuts", "--nproc to a divisor of it"
         raise ConfigError(
-            f"pipeline.stages {stages} on {counted(nproc, 'process')} with "
-            f"{pipeline.stages_per_rank} a process doesn't come out even; "
-            "set --pipeline.stages to a multiple of --nproc"
+            f"{what} on {counted(nproc, 'process')} with {pipeline.stages_per_rank} a process "
+            f"doesn't come out even; set {how}"
         )
     task.check_stages(config)
     if name == "ZBV" and stages != 2 * nproc:

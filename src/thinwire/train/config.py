@@ -18,6 +18,9 @@ from thinwire.network.emulate import parse_latency, parse_rate
 from thinwire.train.words import one_line, printable
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
+LANGUAGE, VISION = "language", "vision"  # tasks, each with its kinds of models
+KINDS = {"gpt": LANGUAGE, "resnet8": VISION, "resnet20": VISION, "resnet18": VISION}
+BY_TASK = "default"  # the optimizer that suits the task
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
 
 
@@ -41,43 +44,87 @@ def shortened(value: float) -> str:
     return str(value)
 
 
-def setting(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with the line that ``--help`` shows for it."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+def setting(
+    default: Any,
+    help_text: str,
+    choices: tuple[str, ...] | None = None,
+    task: str | None = None,
+    otherwise: Mapping[str, Any] | None = None,
+) -> Any:
+    """A dataclass field with the line that ``--help`` shows for it.
+
+    ``task``: the only one that has it. ``otherwise``: the defaults under other tasks or optimizers.
+    """
+    known = {"help": help_text, "choices": choices, "task": task, "otherwise": otherwise or {}}
+    return dataclasses.field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    kind: str = setting("gpt", "the model family", ("gpt",))
-    layers: int = setting(4, "transformer blocks, over all stages")
-    dim: int = setting(128, "width of the residual stream, hence of what crosses a link")
-    heads: int = setting(4, "attention heads; dim is a multiple of it")
-    context: int = setting(128, "tokens in a sample")
-    tied: bool = setting(False, "share the token embedding with the output head")
-    dropout: float = setting(0.0, "dropout probability after attention and MLP")
+    kind: str = setting(
+        "gpt", "a GPT on text, or a network on images, which data.path names", tuple(KINDS)
+    )
+    layers: int = setting(4, "transformer blocks, over all stages", task=LANGUAGE)
+    dim: int = setting(
+        128, "width of the residual stream, hence of what crosses a link", task=LANGUAGE
+    )
+    heads: int = setting(4, "attention heads; dim is a multiple of it", task=LANGUAGE)
+    context: int = setting(128, "tokens in a sample", task=LANGUAGE)
+    tied: bool = setting(False, "share the token embedding with the output head", task=LANGUAGE)
+    dropout: float = setting(0.0, "dropout probability after attention and MLP", task=LANGUAGE)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     path: str | None = setting(
-        None, "a UTF-8 text file or a folder of them; none: the Python language reference"
+        None,
+        "a UTF-8 text file or a folder of them; none: the Python language reference; of images a "
+        "folder in the format of MNIST or of CIFAR's binary version, or one with a folder a class",
     )
-    validation: float = setting(0.05, "fraction of the text kept for validation")
-    seed: int = setting(0, "chooses which topics or files are kept for validation")
+    validation: float = setting(0.05, "fraction of what is trained on that is kept for validation")
+    seed: int = setting(0, "chooses which topics, files or images are kept for validation")
+    size: int | None = setting(
+        None,
+        "images of a folder a class get so many pixels a side; none: all are of one size",
+        task=VISION,
+    )
+    augment: str = setting(
+        "none",
+        "crop-flip: pad images by 4, crop at random, flip every other one",
+        ("none", "crop-flip"),
+        task=VISION,
+    )
+    variants: int = setting(
+        0,
+        "augmentations of an image that recur, one an epoch, as delta needs it; 0: always new ones",
+        task=VISION,
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    epochs: int = setting(3, "passes over the training text")
+    epochs: int = setting(3, "passes over the training data")
     steps: int | None = setting(None, "optimizer steps; replaces epochs")
     quick: bool = setting(False, "train on 256 samples only, validate on 64")
-    batch: int = setting(16, "samples in a step")
-    lr: float = setting(1e-3, "peak learning rate of AdamW")
+    batch: int = setting(16, "samples in a step", otherwise={VISION: 128})
+    optimizer: str = setting(
+        "adamw",
+        "AdamW, or SGD with Nesterov momentum of 0.9; default: that of the model's kind",
+        (BY_TASK, "adamw", "sgd"),
+        otherwise={VISION: "sgd"},
+    )
+    lr: float = setting(1e-3, "peak learning rate", otherwise={"sgd": 0.1})
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
-    weight_decay: float = setting(0.1, "AdamW weight decay, on matrices only")
-    frozen: int = setting(0, "so many blocks from the first on, and the embedding, are not trained")
-    clip: float = setting(1.0, "largest gradient norm over all stages; 0: no clipping")
-    seed: int = setting(0, "of the weights, the order of the samples and dropout")
+    weight_decay: float = setting(
+        0.1, "weight decay, on matrices and convolutions only", otherwise={"sgd": 5e-4}
+    )
+    frozen: int = setting(
+        0, "so many blocks from the first on, and what is before them, are not trained"
+    )
+    clip: float = setting(
+        1.0, "largest gradient norm over all stages; 0: no clipping", otherwise={VISION: 0.0}
+    )
+    seed: int = setting(0, "of the weights, the order of the samples, dropout and augmentation")
     log_every: int = setting(10, "steps between two progress lines")
 
 
@@ -114,6 +161,11 @@ class RefConfig:
 class PipelineConfig:
     schedule: str = setting("Interleaved1F1B", "the order of the micro-batches", SCHEDULES)
     stages: int | None = setting(None, "stages of the model; none: nproc × stages_per_rank")
+    cuts: str | None = setting(
+        None,
+        "cut after these layers or blocks, as layer1,layer2.0; none: into stages of equal compute",
+        task=VISION,
+    )
     stages_per_rank: int | None = setting(None, "stages in a process; none: 1, with ZBV 2")
     microbatches: int = setting(8, "parts into which a batch is cut")
     window: int = setting(8, "receives posted ahead on each link")
@@ -148,8 +200,8 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     nproc: int | None = setting(
         None,
-        "processes to start on this machine, each with its stages; none: 2, "
-        "or 1 with link.transport memory",
+        "processes to start on this machine, each with its stages; none: 2, with pipeline.cuts "
+        "as many as it takes, or 1 with link.transport memory",
     )
     threads: int | None = setting(
         None, "torch's threads in a process; none: cores / nproc, in memory cores / stages"
@@ -189,6 +241,8 @@ class Setting:
     default: Any
     help: str
     choices: tuple[str, ...] | None
+    task: str | None
+    otherwise: Mapping[str, Any]
 
     @property
     def alternatives(self) -> tuple[Any, ...]:
@@ -221,13 +275,16 @@ def settings() -> Iterator[Setting]:
                     field.default,
                     field.metadata["help"],
                     field.metadata["choices"],
+                    field.metadata["task"],
+                    field.metadata["otherwise"],
                 )
 
 
 def build(values: Mapping[str, Any]) -> Config:
-    """The configuration with the given dotted settings replaced."""
+    """The configuration with the given dotted settings, and the others as they suit these."""
+    given = {k: v for k, v in values.items() if (k, v) != ("train.optimizer", BY_TASK)}
     top: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in (_suited(given) | given).items():
         section, dot, field = name.rpartition(".")
         if dot:
             top[section] = dataclasses.replace(
@@ -236,6 +293,24 @@ def build(values: Mapping[str, Any]) -> Config:
         else:
             top[name] = value
     return Config(**top)
+
+
+def _suited(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that are others under the task and the optimizer of what is given."""
+    known = {entry.name: entry for entry in settings()}
+    task, optimizer = KINDS[given.get("model.kind", ModelConfig.kind)], known["train.optimizer"]
+    under = task, given.get(optimizer.name, optimizer.otherwise.get(task, optimizer.default))
+    return {
+        entry.name: entry.otherwise[one]
+        for entry in known.values()
+        for one in under
+        if one in entry.otherwise
+    }
+
+
+def kinds_of(task: str) -> list[str]:
+    """The kinds of models that a task has."""
+    return [kind for kind, of in KINDS.items() if of == task]
 
 
 def link_rate(link: LinkConfig) -> float | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.train import ranks
 from thinwire.train.build import Run
+from thinwire.train.evaluation import Evaluation
 from thinwire.train.metrics import MetricsWriter, read_metrics
 from thinwire.train.report import LiveLine, progress_line
 
@@ -170,10 +171,13 @@ class Journal:
             self._logged = (self.tokens, self.clock.step_s)
         self._write(record)
 
-    def end_epoch(self, step: int, epoch: int, val_loss_codec: float) -> None:
-        """Note the validation loss, codec on, with which an epoch ended."""
-        self._screen.print(f"epoch {epoch}: validation loss {val_loss_codec:.4f} with the codec on")
-        self._write({"step": step, "epoch": epoch, "val_loss_codec": val_loss_codec})
+    def end_epoch(self, step: int, epoch: int, validated: Evaluation) -> None:
+        """Note what validation, codec on, gave at the end of an epoch."""
+        self._screen.print(f"epoch {epoch}: validation loss {validated} with the codec on")
+        record: dict[str, Any] = {"step": step, "epoch": epoch, "val_loss_codec": validated.loss}
+        if validated.accuracy is not None:
+            record["val_accuracy_codec"] = validated.accuracy
+        self._write(record)
 
     def end_checkpoint(self, step: int, nbytes: int, seconds: float) -> None:
         """Note a checkpoint: its bytes on all ranks, and the seconds that it took."""

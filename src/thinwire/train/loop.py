@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 
 from thinwire.train import disk, storage
-from thinwire.train.batches import Samples, evaluation_batches, training_numbers
+from thinwire.train.batches import training_numbers
 from thinwire.train.build import Place, Run, build
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config, TrainConfig
+from thinwire.train.evaluation import evaluate, final_numbers
 from thinwire.train.home import Home
 from thinwire.train.journal import Journal
 from thinwire.train.metrics import SUMMARY, write_json
@@ -58,11 +59,7 @@ def _train(
     checkpoints = Checkpoints(run, home, journal, progress.step)
     with journal, stop.training(run.pipeline, home.folder):
         fit(run, journal, checkpoints, progress.step)
-    losses = {"train_loss": journal.loss}
-    for name, samples in run.samples.parts.items():
-        losses[f"{name}_loss"] = evaluate(run, samples, codec=False)
-        losses[f"{name}_loss_codec"] = evaluate(run, samples, codec=True)
-    summary = summarise(run, journal, losses)
+    summary = summarise(run, journal, final_numbers(run))
     run.pipeline.close()
     last = next(reversed(list(disk.parts(own))), None)
     if last is None or not last.manifest["pipeline"]["references"]:
@@ -120,21 +117,6 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
         if result.stop:
             raise Stopped(step, run.steps)
         epoch, numbers = next_epoch, next_numbers
-
-
-def evaluate(run: Run, samples: Samples, codec: bool) -> float:
-    """Mean loss of what counts, with the plan's codecs on the links or without."""
-    config, device = run.config, run.place.device
-    loss_sum, tokens = 0.0, 0
-    parts = evaluation_batches(samples, config.train.batch, config.pipeline.microbatches)
-    for batch in parts:
-        part = run.sized(batch, samples)
-        result = run.pipeline.eval(
-            part.inputs.to(device), target=part.target.to(device), lengths=part.lengths, codec=codec
-        )
-        loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
-    run.pipeline.take_timers()  # starts them anew: evaluation is no part of a step
-    return loss_sum / tokens
 
 
 def learning_rate(step: int, steps: int, config: TrainConfig) -> float:

@@ -78,13 +78,16 @@ def _outdated(
 ) -> list[str]:
     """The settings that followed from others that are given anew, and were not given themselves."""
     nproc, stages, per_rank = "nproc", "pipeline.stages", "pipeline.stages_per_rank"
+    cuts = "pipeline.cuts"
     outdated: set[str] = set()
     if given.get("link.transport", values.get("link.transport")) != values.get("link.transport"):
         outdated |= {nproc, per_rank}
     if (world_size or given.get(nproc, values.get(nproc))) != values.get(nproc):
-        outdated |= {nproc, stages, per_rank}
+        outdated |= {nproc, stages, per_rank, cuts}
     if stages in given:
-        outdated |= {per_rank}
+        outdated |= {per_rank, cuts}
+    if given.get(cuts) is not None:
+        outdated |= {nproc, stages, per_rank}
     if per_rank in given or "pipeline.schedule" in given:
         outdated |= {stages, per_rank}
     if "train.epochs" in given:  # else the steps would go on replacing them

@@ -1,4 +1,4 @@
-"""What a run shows: the line while it trains, the table of its links, and the comparison."""
+"""What a run shows: the line while it trains, its numbers, and the table of its links."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from thinwire.counters import link_name
 from thinwire.train.batches import Split
 from thinwire.train.build import may_rest
 from thinwire.train.config import Config, link_rate
+from thinwire.train.evaluation import reached
 from thinwire.train.storage import disk_sentence, no_room, remembers, slow_disk
 from thinwire.train.task import Data, Model
 from thinwire.train.tasks import task_of
@@ -130,9 +131,15 @@ def opening(config: Config, data: Data, samples: Split, model: Model, steps: int
     )
     if config.train.frozen:
         shown += f"; {model.frozen} frozen"
-        recurs = steps * config.train.batch > training_samples
+        variants = samples.training.variants
+        recurs = 0 < variants * training_samples < steps * config.train.batch
         if recurs and may_rest(config, model) and not remembers(config.plan.forward):
             shown += f"\nnote: no frozen stage can rest: {config.plan.forward} remembers no samples"
+    if not samples.training.variants and remembers(config.plan.forward):
+        shown += (
+            f"\nnote: {config.plan.forward} meets no sample again, since each epoch has new "
+            "variants of all; set --data.variants, as 4, or --forward tile"
+        )
     if data.skipped:
         reasons = ", ".join(f"{number:,} {why}" for why, number in data.skipped.items())
         shown += f"\nnote: files skipped in {data.source}: {reasons}"
@@ -158,11 +165,13 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
     screen.print()
     if summary["links"]:
         screen.print(link_table(summary["links"]))
-    screen.print(
-        f"validation loss {summary['val_loss']:.4f} with the codec off, "
-        f"{summary['val_loss_codec']:.4f} with it on",
-        soft_wrap=True,
-    )
+    for part, name in (("val", "validation"), ("test", "test")):
+        if f"{part}_loss" in summary:
+            off, on = (
+                reached(summary[f"{part}_loss{codec}"], summary.get(f"{part}_accuracy{codec}"))
+                for codec in ("", "_codec")
+            )
+            screen.print(f"{name} loss {off} with the codec off, {on} with it on", soft_wrap=True)
     if bits := bits_sentence(summary):
         screen.print(bits, soft_wrap=True, markup=False)
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
@@ -266,61 +275,3 @@ def new_table(title: str, first_column: str) -> Table:
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column(first_column, overflow="fold")
     return made
-
-
-def comparison(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Speed and loss of the run ``compressed`` against ``fp32`` and ``bf16``, from summaries."""
-    ours = runs["compressed"]
-    return {
-        f"against_{name}": {
-            "speedup_step": other["step_ms_median"] / ours["step_ms_median"],
-            "speedup_run": other["train_s"] / ours["train_s"],
-            "traffic_ratio": (
-                sent_bytes(other["links"]) / sent_bytes(ours["links"]) if ours["links"] else None
-            ),
-            "val_loss_difference": ours["val_loss"] - other["val_loss"],
-            "val_loss_codec_difference": ours["val_loss_codec"] - other["val_loss_codec"],
-        }
-        for name, other in runs.items()
-        if name != "compressed"
-    }
-
-
-def comparison_sentence(compared: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
-    """The comparison in words, with what it rests on."""
-    parts = [
-        f"{against['speedup_run']:.2f}x as fast as {name.removeprefix('against_')} "
-        f"({against['speedup_step']:.2f}x by the median step), "
-        f"validation loss {against['val_loss_difference']:+.4f}"
-        for name, against in compared.items()
-    ]
-    ours = runs["compressed"]
-    over = f"Over {counted(ours['steps'], 'step')}"
-    if any("first" in link["kinds"] for link in ours["links"]):
-        over += ", first visits included,"
-    return f"{over} the compressed run is {'; '.join(parts)}."
-
-
-def comparison_table(runs: dict[str, dict[str, Any]]) -> Table:
-    """One row a run: validation loss codec off and on, times, traffic, and against fp32 the
-    speed-up by the median step and by the run, and the difference in loss.
-    """
-    table = new_table("Compared on the same schedule and link", "run")
-    headings = ("loss", "codec on", "step ms", "run s", "MB", "x step", "x run", "- fp32")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    fp32 = runs["fp32"]
-    for name, run in runs.items():
-        plan = run["config"]["plan"]
-        table.add_row(
-            f"{name} {plan['forward']} {plan['backward']}",
-            f"{run['val_loss']:.4f}",
-            f"{run['val_loss_codec']:.4f}",
-            f"{run['step_ms_median']:.1f}",
-            f"{run['train_s']:.1f}",
-            f"{sent_bytes(run['links']) / 1e6:.1f}",
-            f"{fp32['step_ms_median'] / run['step_ms_median']:.2f}x",
-            f"{fp32['train_s'] / run['train_s']:.2f}x",
-            f"{run['val_loss'] - fp32['val_loss']:+.4f}",
-        )
-    return table

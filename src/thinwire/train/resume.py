@@ -54,15 +54,16 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
     Raises ConfigError, on all ranks alike, where the run is complete, or another one by now.
     """
     place = run.place
-    stages = [stage.stage_index for stage in run.stages]
-    choice, lines = choose(home, place.rank, place.world_size, stages)
+    choice, lines = choose(
+        home, place.rank, place.world_size, lambda manifest: _has_our_stages(run, home, manifest)
+    )
     for line in lines:
         _say(screen, line)
     if choice is None:
         _say(screen, "there is no complete checkpoint yet: the run begins anew")
         return Progress()
     facts = _facts(choice, home, place.rank)
-    before = configuration.build(spelling.from_toml(facts["config"], home.folder))
+    before = _settings(home, facts)
     _check(run, home, facts, before, choice.key.step)
     for line in _notes(run, facts):
         _say(screen, line)
@@ -74,6 +75,18 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
         _say(screen, line)
     _say(screen, f"goes on after step {progress.step} of {run.steps}")
     return progress
+
+
+def _settings(home: Home, manifest: Mapping[str, Any]) -> Config:
+    """The settings with which a part was written."""
+    return configuration.build(spelling.from_toml(manifest["config"], home.folder))
+
+
+def _has_our_stages(run: Run, home: Home, manifest: Mapping[str, Any]) -> bool:
+    """Whether a part has the stages that this rank holds now, cut at the same places."""
+    if manifest["stages"] != [stage.stage_index for stage in run.stages]:
+        return False
+    return run.task.cut_at(_settings(home, manifest)) == run.task.cut_at(run.config)
 
 
 def _say(screen: Console, line: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.spec import nearest
-from thinwire.train.config import Config, ConfigError, Setting, settings
+from thinwire.train.config import KINDS, Config, ConfigError, Setting, settings
 from thinwire.train.words import one_line, typed
 
 
@@ -102,11 +102,12 @@ def _described(setting: Setting) -> str:
 def to_toml(config: Config) -> str:
     """The settings as TOML that ``thinwire train`` reads back; those that are none left out.
 
-    ``out`` is left out too, since the folder it names is full once the run is over.
+    Those that the model's kind has not are left out too, and ``out``, since the folder it names is
+    full once the run is over.
     """
     lines, section = [], ""
     for entry in settings():
-        if entry.name == "out":
+        if entry.name == "out" or entry.task not in (None, KINDS[config.model.kind]):
             continue
         prefix, _, field = entry.name.rpartition(".")
         value = entry.of(config)

@@ -38,7 +38,7 @@ def remembers(spec: str) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """What one rank would remember of all samples.
+    """What one rank would remember of all samples, each of their variants being one.
 
     ``bytes_a_sample``: of all its ends of links; ``slots_a_sample``: of their slots on disk, by
     which a bound counts. ``step_bytes``: of the samples of a step.
@@ -49,6 +49,12 @@ class Need:
     bytes_a_sample: int
     slots_a_sample: int
     step_bytes: int
+    variants: int = 1
+
+    @property
+    def named(self) -> str:
+        """How many there are, in words."""
+        return f"{self.samples:,} {'samples' if self.variants == 1 else 'variants of samples'}"
 
     @property
     def total(self) -> int:
@@ -59,8 +65,8 @@ class Need:
         return self.samples * self.slots_a_sample
 
 
-def need_of(config: Config, model: Model, rank: int, samples: int) -> Need:
-    """What ``rank`` would remember of ``samples`` samples."""
+def need_of(config: Config, model: Model, rank: int, samples: int, variants: int = 1) -> Need:
+    """What ``rank`` would remember of ``samples`` samples, of which so many variants recur each."""
     links = pace.links_of(config)
     here = [link.edge for link in links for end in (link.upper, link.lower) if end == rank]
     rows = [model.values(edge) for edge in here]
@@ -72,7 +78,7 @@ def need_of(config: Config, model: Model, rank: int, samples: int) -> Need:
         ends += len(rows)
         sizes = [KEEPINGS[scheme.ref].nbytes(values) for values in rows]
         total, slots = total + sum(sizes), slots + sum(map(slot_size, sizes))
-    return Need(samples, ends, total, slots, config.train.batch * total)
+    return Need(samples * variants, ends, total, slots, config.train.batch * total, variants)
 
 
 def storage_of(
@@ -86,6 +92,8 @@ def storage_of(
     """
     if not need.ends:
         return tw.Storage()
+    if not need.samples:  # none will be met again: there is no room to remember any
+        return tw.Storage(ram=0)
     ram = None if config.ref.budget is None else parse_size(config.ref.budget, "--ref.budget")
     disk = None if config.ref.disk is None else parse_size(config.ref.disk, "--ref.disk")
     kept = need.total if not disk else min(need.total, disk // _COPIES)
@@ -117,7 +125,7 @@ def _check_ram(config: Config, need: Need, kept: int, local_ranks: int) -> None:
     if available is None or config.device != "cpu" or kept * local_ranks <= available // 2:
         return
     raise ConfigError(
-        f"the references of {need.samples:,} samples take {bytes_text(kept)} on each of "
+        f"the references of {need.named} take {bytes_text(kept)} on each of "
         f"{local_ranks} ranks here, more than half of the {bytes_text(available)} of RAM that "
         "are available; set --ref.budget, as 2gb: what is beyond goes to disk"
     )
@@ -129,7 +137,7 @@ def _check_disk(need: Need, disk: int | None, folder: Path, local_ranks: int) ->
     if most * local_ranks <= free:
         return
     raise ConfigError(
-        f"the references of {need.samples:,} samples take up to {bytes_text(most)} of disk, "
+        f"the references of {need.named} take up to {bytes_text(most)} of disk, "
         f"{_COPIES} times for the checkpoints, on each of {local_ranks} ranks here, but {folder} "
         f"has {bytes_text(free)} free; set --ref.disk to less, as 10gb: samples for which there is "
         "no room are sent as values"
@@ -148,10 +156,10 @@ def sentence(
 
     ``stages``: this rank's, to time them.
     """
-    if not need.ends:
+    if not need.ends or not need.samples:
         return None
     ends = "one end of a link" if need.ends == 1 else f"{need.ends} ends of links"
-    text = f"references: {need.samples:,} samples at {ends}, {bytes_text(need.total)} a rank"
+    text = f"references: {need.named} at {ends}, {bytes_text(need.total)} a rank"
     available = available_memory()
     memory = "" if available is None else f" ({bytes_text(available)} available)"
     room = _room(need, storage)
@@ -228,6 +236,8 @@ def disk_sentence(summary: Mapping[str, Any]) -> str:
 def no_room(summary: Mapping[str, Any]) -> str | None:
     """On how many visits there was no room to remember the sample; None if there always was."""
     plan = summary["config"]["plan"]
+    if summary["config"]["data"]["augment"] != "none" and not summary["config"]["data"]["variants"]:
+        return None  # nothing that was sent could have been of use again
     shares = [
         link["kinds"]["value"]["values"] / link["values"]
         for link in summary["links"]

@@ -13,7 +13,7 @@ from thinwire.train.checkpoint import versions
 from thinwire.train.journal import Journal, split_reports
 
 
-def summarise(run: Run, journal: Journal, losses: dict[str, float]) -> dict[str, Any]:
+def summarise(run: Run, journal: Journal, reached: dict[str, float]) -> dict[str, Any]:
     """The summary of a run that has ended; gathers counters, so all ranks call it."""
     config, data, unit = run.config, run.data, run.task.unit
     links, control = split_reports(run.pipeline)
@@ -23,7 +23,8 @@ def summarise(run: Run, journal: Journal, losses: dict[str, float]) -> dict[str,
     costs = step_costs(per_rank, timed, hops, config)
     train_s = per_rank[0]["step_s"]
     return {
-        **losses,
+        "train_loss": journal.loss,
+        **reached,
         f"{unit}_per_s": journal.clock.tokens / train_s,
         "step_ms_median": journal.clock.median_ms,
         "train_s": train_s,

@@ -135,6 +135,10 @@ class Task(ABC):
         """How many stages the cuts that were named make; None where none were."""
         return None
 
+    def cut_at(self, config: Config) -> tuple[int, ...]:
+        """What tells two cuts into as many stages apart."""
+        return ()
+
     def check_size(self, config: Config, local_processes: int) -> None:  # noqa: B027  optional
         """Refuse what cannot fit into this machine's memory, ``local_processes`` being on it."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from thinwire.train.config import Config
+from thinwire.train.config import KINDS, LANGUAGE, VISION, Config
 from thinwire.train.language import Language
 from thinwire.train.task import Task
+from thinwire.train.vision.task import Vision
+
+_TASKS: dict[str, Task] = {LANGUAGE: Language(), VISION: Vision()}
 
 
 def task_of(config: Config) -> Task:
     """The task of a run with these settings."""
-    return Language()
+    return _TASKS[KINDS[config.model.kind]]

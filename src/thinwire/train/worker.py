@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import thinwire as tw
-from thinwire.train import check, home, metrics, report
+from thinwire.train import check, comparison, home, metrics, report
 from thinwire.train.build import Place, planned
 from thinwire.train.config import (
     CheckpointConfig,
@@ -307,10 +307,10 @@ def _compare(
         )
         own = home.sub_folder(own_home, name, one, place.rank)
         runs[name] = train(one, data, place, own, screen, stop)
-    document = {"runs": runs, "comparison": report.comparison(runs)}
+    document = {"runs": runs, "comparison": comparison.compared(runs)}
     screen.rule()
-    screen.print(report.comparison_table(runs))
-    screen.print(report.comparison_sentence(document["comparison"], runs), soft_wrap=True)
+    screen.print(comparison.table(runs))
+    screen.print(comparison.sentence(document["comparison"], runs), soft_wrap=True)
     if place.rank == 0:
         metrics.write_json(own_home.folder / "comparison.json", document["comparison"])
     return document
