@@ -68,8 +68,12 @@ def test_one_changed_pixel_or_label_makes_other_data(tmp_path: Path) -> None:
         path.write_bytes(good)
 
 
-def test_a_single_image_leaves_none_for_validation(tmp_path: Path) -> None:
-    write_idx(tmp_path, "train-", *labelled(1))
+def test_one_image_or_one_class_is_refused(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train-", *labelled(3, classes=1))
+    with pytest.raises(ConfigError, match="has one class only"):
+        images.load(DataConfig(path=str(tmp_path)))
+    pixels, labels = labelled(1)
+    write_idx(tmp_path, "train-", pixels, labels + 1)
     with pytest.raises(ConfigError, match="none would be left for validation"):
         images.load(DataConfig(path=str(tmp_path)))
 

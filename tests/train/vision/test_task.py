@@ -13,6 +13,7 @@ from thinwire.train.batches import Split
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.task import Data, Model
 from thinwire.train.tasks import task_of
+from thinwire.train.vision import task
 
 
 def made(folder: Path, *words: str) -> tuple[Config, Data, Split, Model]:
@@ -86,6 +87,14 @@ def test_too_few_images_for_the_micro_batches_are_one_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="11 images to train on, fewer than the 16 of a step of"):
         task_of(config).check_samples(config, data, 11)
     task_of(config).check_samples(config, data, len(samples.training))
+
+
+def test_images_whose_activations_do_not_fit_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "physical_memory", lambda: 10_000)
+    with pytest.raises(ConfigError, match=r"2 images of 8×8 in a micro-batch need 0\.0 GB"):
+        made(tmp_path)
 
 
 @pytest.mark.parametrize(

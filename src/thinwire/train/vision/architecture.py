@@ -44,6 +44,16 @@ BLOCKS = {
 }
 
 
+def kept(kind: str, height: int, width: int) -> int:
+    """Values that the forward of an image keeps for its backward, at least: of each block what
+    enters and what leaves both convolutions."""
+    total = 0
+    for block in BLOCKS[kind]:
+        height, width = -(-height // block.stride), -(-width // block.stride)
+        total += 4 * block.outputs * height * width
+    return total
+
+
 def costs(kind: str) -> list[int]:
     """Multiplications of each block's forward on an image, in a unit of the network; the stem's
     are the first one's."""

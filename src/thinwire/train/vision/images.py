@@ -139,6 +139,10 @@ def load(config: DataConfig) -> Images:
     assert config.path is not None
     found = files.load(config.path, config.size)
     count = len(found.train.labels)
+    if found.classes < 2:
+        raise ConfigError(
+            f"--data.path: {config.path} has one class only; there is nothing to learn"
+        )
     held = min(max(1, round(config.validation * count)), count - 1)
     if not held:
         raise ConfigError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thinwire.train.config import Config, ConfigError, shortened
+from thinwire.train.size import physical_memory
 from thinwire.train.task import Data, Model, Task
-from thinwire.train.vision.architecture import BLOCKS
+from thinwire.train.vision.architecture import BLOCKS, kept
 from thinwire.train.vision.cuts import parse, stops
 from thinwire.train.words import counted
 
@@ -83,7 +84,21 @@ class Vision(Task):
     def load(self, config: Config) -> Data:
         from thinwire.train.vision import images
 
-        return images.load(config.data)
+        found = images.load(config.data)
+        self._check_activations(config, *found.shape[1:])
+        return found
+
+    def _check_activations(self, config: Config, height: int, width: int) -> None:
+        """Refuse images of a size at which one micro-batch already exceeds this machine's memory,
+        shared out among the processes; on a GPU it is the GPU that tells."""
+        memory, rows = physical_memory(), config.microbatch_rows
+        needed = 4 * rows * kept(config.model.kind, height, width) // (config.nproc or 1)
+        if memory is not None and config.device == "cpu" and needed > memory:
+            raise ConfigError(
+                f"{counted(rows, 'image')} of {height}×{width} in a micro-batch need "
+                f"{needed / 1e9:,.1f} GB for activations in each process, but this machine has "
+                f"{memory / 1e9:,.1f} GB; lower {self.to_lower}, or raise --pipeline.microbatches"
+            )
 
     def check_samples(self, config: Config, data: Data, count: int) -> None:
         parts = config.pipeline.microbatches
