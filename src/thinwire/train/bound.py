@@ -126,7 +126,8 @@ def _for_compute(costs: StepCosts, links: list[dict[str, Any]], config: Config) 
     cores = os.cpu_count() or 1
     if config.link.transport == "memory" and 1 < stages <= cores and config.device == "cpu":
         return f"--link.transport gloo --nproc {stages}"
-    can_be_cut = task_of(config).blocks(config) >= 2 * stages
+    task = task_of(config)
+    can_be_cut = config.pipeline.cuts is None and task.blocks(config) >= 2 * stages
     more = config.device == "cpu" and cores >= 2 * nproc and can_be_cut
     if more and config.link.transport == "gloo":
         return f"--nproc {2 * nproc}"
@@ -135,7 +136,8 @@ def _for_compute(costs: StepCosts, links: list[dict[str, Any]], config: Config) 
     rate = link_rate(config.link)
     if rate is None or not links:  # more micro-batches: less of the step filling and draining
         parts = 2 * config.pipeline.microbatches
-        larger = f" --train.batch {2 * config.train.batch}" if parts > config.train.batch else ""
+        least = task.least_rows * parts
+        larger = f" --train.batch {2 * config.train.batch}" if least > config.train.batch else ""
         return f"--pipeline.microbatches {parts}{larger}"
     # the rate at which the link would take as long as compute
     enough = max(1.0, rate * costs.link_ms / costs.compute_ms / 1e3)

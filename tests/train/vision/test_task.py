@@ -112,3 +112,14 @@ def test_a_run_whose_link_cannot_be_narrowed_should_compute_more(
     config, *_ = made(tmp_path, *words)
     costs = bound.StepCosts(100, 1, 50, 1, 1, 0)
     assert bound.next_flag(costs, [], config) == flag
+
+
+def test_more_micro_batches_are_advised_with_images_enough_for_them(tmp_path: Path) -> None:
+    costs, links = bound.StepCosts(100, 50, 1, 1, 1, 0), [{"edge": 0}]
+    words = ["--link.rate=none", "--pipeline.cuts=layer1"]
+    for batch, more in ((16, " --train.batch 32"), (32, "")):
+        config, *_ = made(tmp_path, *words, f"--train.batch={batch}")
+        flag = bound.next_flag(costs, links, config)
+        assert flag == f"--pipeline.microbatches 16{more}"
+        again = [word for word in flag.split() if word]
+        made(tmp_path, *words, f"--train.batch={batch}", *again)
