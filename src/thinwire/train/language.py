@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from thinwire.train.config import Config, ConfigError, shortened
 from thinwire.train.size import check_size
-from thinwire.train.task import Data, Model, Task
+from thinwire.train.task import QUICK, Data, Model, Task
 from thinwire.train.words import counted
 
 if TYPE_CHECKING:
     import thinwire as tw
     from thinwire.train.batches import Split
-
-QUICK = 256, 64  # samples to train and to validate on with --quick
 
 
 class Language(Task):

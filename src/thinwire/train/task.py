@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+QUICK = 256, 64  # samples to train, and to validate and test on, with --quick
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 

@@ -48,6 +48,16 @@ def test_gray_pictures_have_one_channel_and_a_test_part_its_own_folder(tmp_path:
     assert found.test.labels.tolist() == [0, 1]
 
 
+def test_a_part_besides_is_refused_and_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/a"):
+        picture(tmp_path / "split" / name / "x.png")
+    with pytest.raises(ConfigError, match="has val beside train; only train and test are read"):
+        files.load(str(tmp_path / "split"), None)
+    for name in ("bus", "train", "val"):
+        picture(tmp_path / "vehicles" / name / "x.png")
+    assert files.load(str(tmp_path / "vehicles"), None).classes == 3
+
+
 def test_pictures_of_many_sizes_get_one_if_it_is_given(tmp_path: Path) -> None:
     picture(tmp_path / "a" / "x.png", (8, 4))
     picture(tmp_path / "b" / "x.jpg", (5, 9))

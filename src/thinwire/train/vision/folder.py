@@ -1,6 +1,6 @@
 """Images in a folder for each class, PNG and JPEG, read by Pillow where it is installed.
 
-With ``train`` and ``test`` above the classes, those below ``test`` are tested on.
+With ``train`` and perhaps ``test`` above the classes, those below ``test`` are tested on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from thinwire.train.config import ConfigError
 from thinwire.train.vision.parts import Found, Part, check_memory, unreadable
 from thinwire.train.words import one_line
 
+_PARTS = ("train", "test")
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")  # modes of Pillow; all others are read as RGB
 _WIDE = ("I", "F")  # their values have more than 8 bits
@@ -39,8 +40,7 @@ def load(folder: Path, size: int | None) -> Found:
     """
     pillow = _Pillow(size)
     skipped: Counter[str] = Counter()
-    has_parts = {path.name for path in _folders(folder)} == {"train", "test"}
-    roots = [folder / "train", folder / "test"] if has_parts else [folder]
+    roots = _parts(folder)
     classes = [path.name for path in _folders(roots[0])]
     if len(classes) < 2:
         raise ConfigError(
@@ -63,12 +63,25 @@ def load(folder: Path, size: int | None) -> Found:
         for row, (path, _) in enumerate(found):
             pixels[row] = pillow.read(path, gray)
         parts.append(Part(pixels, torch.tensor([label for _, label in found])))
-    return Found(parts[0], parts[1] if has_parts else None, len(classes), skipped)
+    return Found(parts[0], parts[1] if len(parts) > 1 else None, len(classes), skipped)
 
 
 def _folders(folder: Path) -> list[Path]:
     entries = folder.iterdir()
     return sorted(path for path in entries if path.is_dir() and not path.name.startswith("."))
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Where the classes to train on are, and those to test on: a class may be called ``train``."""
+    names = [path.name for path in _folders(folder)]
+    if "train" not in names or not _folders(folder / "train"):
+        return [folder]
+    if others := [name for name in names if name not in _PARTS]:
+        raise ConfigError(
+            f"--data.path: {folder} has {others[0]} beside train; only train and test are read, so "
+            "move it elsewhere"
+        )
+    return [folder / name for name in _PARTS if name in names]
 
 
 def _files(root: Path, classes: list[str], skipped: Counter[str]) -> Iterator[tuple[Path, int]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.train.config import Config, ConfigError, shortened
 from thinwire.train.size import physical_memory
-from thinwire.train.task import Data, Model, Task
+from thinwire.train.task import QUICK, Data, Model, Task
 from thinwire.train.vision.architecture import BLOCKS, kept
 from thinwire.train.vision.cuts import parse, stops
 from thinwire.train.words import counted
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import thinwire as tw
     from thinwire.train.batches import Split
 
-QUICK = 256, 64  # images to train, and to validate and test on with --quick
 _DEEPER = {"resnet8": "resnet20", "resnet20": "resnet18"}
 
 
