@@ -26,7 +26,7 @@ from thinwire.train.config import (
 )
 from thinwire.train.task import Task
 from thinwire.train.tasks import task_of
-from thinwire.train.words import counted, listed, one_line
+from thinwire.train.words import counted, listed, one_line, typed
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
 ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # these work through micro-batches in rounds
@@ -127,8 +127,9 @@ def _check_task(config: Config) -> None:
         value = entry.of(config)
         if entry.task not in (None, KINDS[kind]) and value != entry.default:
             kinds = listed(kinds_of(str(entry.task)))
+            shown = typed(value) if isinstance(value, bool) else shortened(value)
             raise ConfigError(
-                f"--{entry.name} {shortened(value)} is a setting of {kinds}, but model.kind is "
+                f"--{entry.name} {shown} is a setting of {kinds}, but model.kind is "
                 f"{kind}; leave it out or change --model.kind"
             )
 
