@@ -231,6 +231,7 @@ BAD_COMBINATIONS = [
     (["--model.kind", "resnet8"], "resnet8 trains on images; name their folder with --data.path"),
     ([*RESNET, "--data.path", ""], "--data.path is empty; name a folder of images"),
     ([*RESNET, "--data.validation", "0"], "data.validation is 0; keep some images for"),
+    ([*RESNET, "--model.tied"], "--model.tied true is a setting of gpt, but"),
     (
         [*RESNET, "--model.layers", "8"],
         "--model.layers 8 is a setting of gpt, but model.kind is re",

@@ -119,9 +119,13 @@ def test_folders_without_classes_or_pictures_are_one_line(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="is a file; unpack it"):
         files.load(str(tmp_path / "a" / "x.png"), None)
     (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "x.png").unlink()
-    with pytest.raises(ConfigError, match="no PNG or JPEG in the folders of classes"):
+    with pytest.raises(ConfigError, match="b has no PNG or JPEG"):
         files.load(str(tmp_path), None)
+    for name in ("train/a", "train/b"):
+        picture(tmp_path / "split" / name / "x.png")
+    (tmp_path / "split" / "test").mkdir()
+    with pytest.raises(ConfigError, match="test has no PNG or JPEG"):
+        files.load(str(tmp_path / "split"), None)
 
 
 def test_a_class_that_is_only_tested_on_is_refused(tmp_path: Path) -> None:

@@ -48,9 +48,10 @@ def load(folder: Path, size: int | None) -> Found:
             "classes or more is needed"
         )
     files = [list(_files(root, classes, skipped)) for root in roots]
-    for root, found in zip(roots, files, strict=True):
-        if not found:
-            raise ConfigError(f"--data.path: {root} has no PNG or JPEG in the folders of classes")
+    seen = {label for _, label in files[0]}
+    empty = [roots[0] / name for label, name in enumerate(classes) if label not in seen]
+    for path in [*empty, *(root for root, found in zip(roots, files, strict=True) if not found)]:
+        raise ConfigError(f"--data.path: {path} has no PNG or JPEG")
     every = [path for found in files for path, _ in found]
     grays = [pillow.is_gray(path) for path in every]
     gray = all(grays)
