@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codecs.common import ALL, FIXED, FLOATS, LOSSY, ROWWISE, normal, quick, round_trip
-from thinwire import spec
 from thinwire.codecs import Codec, codec, register_codec
 from thinwire.codecs.keeping import KEEPINGS
 from thinwire.errors import NonFiniteError
@@ -310,9 +309,8 @@ def test_torch_generators_are_left_alone(name, device):
         assert torch.equal(torch.cuda.get_rng_state(), on_device)
 
 
-def test_a_user_adds_a_codec_from_outside(monkeypatch):
-    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
-
+@pytest.mark.usefixtures("registry")
+def test_a_user_adds_a_codec_from_outside():
     @register_codec("sign")
     @dataclasses.dataclass(frozen=True)
     class Sign(Codec):

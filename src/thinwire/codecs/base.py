@@ -55,6 +55,11 @@ class Codec(Named):
         """Whether the size of a row's bytes depends on its length and dtype alone."""
         return True
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether a row's bytes follow from that row, its length and its seed alone."""
+        return True
+
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         """Bytes of one encoded row of ``n`` values of ``dtype``; the most, if not fixed_size.
