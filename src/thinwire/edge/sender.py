@@ -16,6 +16,7 @@ from thinwire.boundary import Boundary, StepPlan
 from thinwire.codecs.base import unfit_value
 from thinwire.counters import LinkCounters, Tally
 from thinwire.edge.link import RAW, Link
+from thinwire.edge.returned import fault_of_sections
 from thinwire.errors import NonFiniteError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Message, TransportError
@@ -202,7 +203,15 @@ class LinkSender(Link):
             if not bool(torch.isfinite(valid).all()):
                 raise unfit_value(x, scheme, visit.valid, len(visit.lengths))
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
-        return state.encode(x, microbatch, visit, out)
+        found = state.encode(x, microbatch, visit, out)
+        most = self.max_payload(boundary, len(visit.lengths))
+        fault = fault_of_sections(found, x.shape, most)
+        if fault is not None:
+            raise ValueError(
+                f"{self.names.here}: scheme {scheme}, {self.what} of micro-batch {microbatch}, "
+                f"step {self.plan.step}: {fault}"
+            )
+        return found
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
         """Tensor values that a section carries (padding left out)."""

@@ -31,8 +31,8 @@ _DAY = 86400
 
 
 def remembers(spec: str) -> bool:
-    """Whether the ends of a link with this scheme remember samples."""
-    return spec != "off" and tw.scheme(spec).needs_keys
+    """Whether the ends of a link with this scheme keep references of samples."""
+    return spec != "off" and isinstance(tw.scheme(spec), Delta)
 
 
 @dataclass(frozen=True)
