@@ -8,7 +8,7 @@ import torch
 
 import thinwire.schemes  # noqa: F401  registers what is built in
 from tests.distributed.pool import Pool
-from thinwire import spec
+from thinwire import plugins, spec
 
 # as in the workers: reductions depend on the number of threads, and cores are shared
 torch.set_num_threads(1)
@@ -26,6 +26,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registrations that end with the test."""
     monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
+    monkeypatch.setattr(plugins, "_registered", {})
 
 
 @pytest.fixture(scope="session")

@@ -211,6 +211,16 @@ def names(kind: Kind | None = None) -> list[str]:
     return sorted(n for n, e in _REGISTRY.items() if kind is None or e.kind == kind)
 
 
+def names_of(module: str) -> list[str]:
+    """The names of the classes that ``module`` defines, sorted."""
+    return sorted(n for n, entry in _REGISTRY.items() if entry.cls.__module__ == module)
+
+
+def kind_of(name: str) -> Kind:
+    """What a registered name is of."""
+    return _REGISTRY[name].kind
+
+
 def registered() -> dict[str, object]:
     """The registered names as they are now, each with what changes when it is registered anew."""
     return dict(_REGISTRY)

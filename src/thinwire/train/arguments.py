@@ -1,6 +1,7 @@
 """The words after ``thinwire``: read into a configuration, or refused in one line.
 
-Those after ``thinwire bench`` are read by ``thinwire.bench.arguments``.
+Those after ``thinwire bench`` are read by ``thinwire.bench.arguments``, those after ``thinwire
+check`` by ``thinwire.contract.arguments``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _EXAMPLES = """examples:
 _COMMANDS = {
     "train": "train a model in pipeline stages whose links are compressed",
     "inspect": "show what a run folder tells: progress, checkpoints, traffic",
+    "check": "check codecs and schemes, your own too, against all that is asked of one",
     "bench": "measure what the codecs cost on this machine: thinwire bench codecs",
     "selftest": "check that this machine computes the same bytes as all others",
 }
@@ -92,7 +94,10 @@ def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
         raise ConfigError(_unknown(unknown[0], known))
     given = vars(options)
     path, run = given.pop("config", None), given.pop("resume", None)
-    values = {name: configuration.from_text(known[name], text) for name, text in given.items()}
+    values = {
+        name: tuple(found) if known[name].repeated else configuration.from_text(known[name], found)
+        for name, found in given.items()
+    }
     if run is None:
         read = configuration.read_toml(Path(path)) if path else {}
         if "train.epochs" in values:  # else the file's steps would go on replacing them
@@ -145,6 +150,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
             *flags,
             f"--{name}",
             dest=name,
+            action="append" if entry.repeated else "store",
             metavar="VALUE" if entry.kind is not bool else "true|false",
             help=_help(entry),
         )
@@ -154,7 +160,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
 def _help(entry: Setting) -> str:
     default = typed(entry.default)
     choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
-    shown = "" if entry.default is None else f" (default {default})"
+    shown = "" if entry.default in (None, ()) else f" (default {default})"
     return f"{entry.help}{choices}{shown}".replace("%", "%%")
 
 

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from thinwire.spec import nearest
+from thinwire.train import extend
 from thinwire.train.config import (
     BY_EPOCHS,
     Config,
@@ -50,6 +51,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
             config.checkpoint,
             dir=None if parts is None else str(Path(parts).absolute()),  # wherever it is resumed
         ),
+        plugin=tuple(str(Path(file).absolute()) for file in config.plugin),
         pipeline=dataclasses.replace(pipeline, stages=stages, stages_per_rank=per_rank),
     )
     _check_pipeline(config)
@@ -130,6 +132,7 @@ def _check_paths(config: Config) -> None:
         ("data.path", config.data.path, "a text file or a folder"),
         ("out", config.out, "a new folder"),
         ("checkpoint.dir", config.checkpoint.dir, "a folder"),
+        *[("plugin", file, "a Python file") for file in config.plugin],
     ):
         if value == "":
             raise ConfigError(f"--{name} is empty; name {what}")
@@ -194,8 +197,12 @@ def _check_microbatches(name: str, parts: int, stages: int, nproc: int, batch: i
         )
 
 
-def check_plan(config: Config) -> None:
-    """Check both codec strings, and the device; imports torch."""
+def check_plan(config: Config, quiet: bool = False) -> None:
+    """Load the plugins, and check both codec strings and the device; imports torch.
+
+    ``quiet``: say nothing of what is not loaded.
+    """
+    extend.load(config.plugin, quiet)
     import torch
 
     import thinwire as tw

@@ -23,6 +23,7 @@ from thinwire.spec import nearest
 from thinwire.train.words import one_line, printable, typed
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
+PLUGIN_HELP = "a Python file that registers codecs or schemes; may be given several times"
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
 
 
@@ -154,8 +155,12 @@ class Config:
     )
     device: str = setting("cpu", "where a stage computes: cpu, cuda or cuda:N")
     out: str | None = setting(None, "the run folder; none: a new one under runs/")
+    plugin: tuple[str, ...] = setting((), PLUGIN_HELP)
     compare: bool = setting(False, "run uncompressed fp32 and bf16 as well, and compare")
     json: bool = setting(False, "print the summary as one JSON document on stdout")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plugin", tuple(self.plugin))  # JSON has lists
 
     @property
     def microbatch_rows(self) -> int:
@@ -193,6 +198,11 @@ class Setting:
         """The types that a value may have, ``None`` left out."""
         kinds = typing.get_args(self.kind) if isinstance(self.kind, types.UnionType) else ()
         return tuple(k for k in kinds or (self.kind,) if k is not types.NoneType)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it is a list of texts, of which an option adds one."""
+        return typing.get_origin(self.kind) is tuple
 
     @property
     def optional(self) -> bool:
@@ -262,6 +272,8 @@ def from_toml(text: str, path: Path) -> dict[str, Any]:
 
 def _from_toml(setting: Setting, value: Any, path: Path) -> Any:
     kinds = setting.alternatives
+    if setting.repeated and isinstance(value, list) and all(type(v) is str for v in value):
+        return tuple(value)
     if float in kinds and type(value) is int:
         return float(value) if abs(value) < 2**63 else math.inf
     if type(value) in kinds:
@@ -300,6 +312,8 @@ def _chosen(setting: Setting, value: Any, where: str) -> Any:
 
 
 def _described(setting: Setting) -> str:
+    if setting.repeated:
+        return "a list of texts"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     shown = [words[kind] for kind in setting.alternatives]
     return " or ".join([*shown, "none"] if setting.optional else shown)
@@ -339,6 +353,8 @@ def to_toml(config: Config) -> str:
 
 
 def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, str):  # JSON escapes are TOML escapes, DEL aside
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -17,6 +17,7 @@ _SINGLE = (
     "threads",
     "device",
     "json",
+    "plugin",  # another machine has the file elsewhere
     "data.path",  # another machine has the text elsewhere; its digest is compared
     "train.epochs",
     "train.steps",
@@ -46,6 +47,11 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
             f"{typed(entry.of(before))}; "
             "begin a new run for that"
         )
+    for file in values.get("plugin", ()):
+        if "plugin" not in given and not Path(file).is_file():
+            raise ConfigError(
+                f"--resume {folder}: its plugin {file} is not there; name where it is with --plugin"
+            )
     for name in _outdated(values, given, world_size):
         values.pop(name, None)
     return configuration.build(values | given)

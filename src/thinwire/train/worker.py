@@ -24,7 +24,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 import thinwire as tw
-from thinwire.train import check, data, home, metrics, report
+from thinwire import plugins
+from thinwire.train import check, data, extend, home, metrics, report
 from thinwire.train.build import Place, planned
 from thinwire.train.config import (
     CheckpointConfig,
@@ -90,7 +91,12 @@ def run_launched(
     # the starter passes an interrupt on; some supervisors send SIGTERM to all processes at once
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: start.stop.ask(number))
-    return _guarded(start, lambda: _run(config, folder, resumed, start))
+
+    def run() -> None:
+        extend.load(config.plugin, quiet=True)  # the starter has said what is not loaded
+        _run(config, folder, resumed, start)
+
+    return _guarded(start, run)
 
 
 def run_under_torchrun(config: Config, resume_from: Path | None) -> int:
@@ -119,7 +125,7 @@ def run_under_torchrun(config: Config, resume_from: Path | None) -> int:
                 file=sys.stderr,
             )
         complete = check.resolved(config, start.world_size)
-        check.check_plan(complete)
+        check.check_plan(complete, quiet=start.rank != 0)
         text = data.load(config.data, config.model.context)
         complete = planned(complete, text, report.note(config, quiet=start.rank != 0))
         folder = resume_from
@@ -265,20 +271,25 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def _agree(config: Config, text: data.Text) -> None:
-    """Refuse to train where another rank read other settings or another text than rank 0."""
+    """Refuse to train where another rank has other settings, text or plugins than rank 0."""
     shared = dataclasses.replace(
         config,
         device="cpu",
         data=DataConfig(seed=config.data.seed),
         checkpoint=CheckpointConfig(config.checkpoint.every),
         ref=RefConfig(),
+        plugin=(),
     )
-    digests = [hashlib.sha256(to_toml(shared).encode()).digest(), bytes.fromhex(text.sha256)]
-    own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    digests = {
+        "settings": hashlib.sha256(to_toml(shared).encode()).digest(),
+        "text": bytes.fromhex(text.sha256),
+        "plugins": plugins.digest(config.plugin),
+    }
+    own = torch.frombuffer(bytearray(b"".join(digests.values())), dtype=torch.uint8).view(-1, 32)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
     for rank, other in enumerate(every):
-        for part, what in ((slice(0, 32), "settings"), (slice(32, 64), "text")):
+        for part, what in enumerate(digests):
             if not torch.equal(other[part], every[0][part]):
                 raise ConfigError(f"rank {rank} has other {what} than rank 0; give all the same")
 
