@@ -71,8 +71,14 @@ class TopK(Codec):
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)
-        positions = topk.positions_max_nbytes(n, k, topk.modulus(self.fraction))
-        return self.values.row_nbytes(k, _carrier(dtype)) + positions
+        return self.values.row_nbytes(k, _carrier(dtype)) + self._most_positions(n, k)
+
+    def most_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        k = self.kept(n)
+        return self.values.most_row_nbytes(k, _carrier(dtype)) + self._most_positions(n, k)
+
+    def _most_positions(self, n: int, k: int) -> int:
+        return topk.positions_max_nbytes(n, k, topk.modulus(self.fraction))
 
     def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)

@@ -189,7 +189,7 @@ class Scheme(Named):
 
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """The most payload bytes of a row of ``n`` values."""
+        """The most payload bytes of a row of up to ``n`` values."""
 
 
 def expect_sections(

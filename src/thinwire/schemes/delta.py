@@ -52,6 +52,7 @@ from thinwire.store import Visit as Mode
 
 #: Not float32: the first epoch would otherwise bound the speed-up of the whole run.
 FIRST_VISIT = codec("int8")
+RAW = codec("raw")
 _CHANGES = (Kind.CHANGE, Kind.SECOND)
 _IN_SECOND = (Kind.SECOND, Kind.RESEED)
 _IN_CHANGE = (Kind.CHANGE, Kind.SAME)
@@ -92,7 +93,7 @@ class Delta(Scheme):
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         codecs = (self.first, self.second, self.change)
-        return max(c.row_nbytes(n, torch.float32) for c in codecs)
+        return max(c.most_row_nbytes(n, torch.float32) for c in codecs)
 
     def codec_of(self, kind: Kind) -> Codec:
         """The codec in which sections of ``kind`` travel."""
@@ -360,9 +361,13 @@ class _DeltaSender(_DeltaEnd, Sender):
             part = part.to(torch.float32)
         payload = coder.encode(part, len(rows), lengths, _seeds(visit, rows), space.rest)
         space.took(payload)
+        if kind == Kind.VALUE and coder != RAW:
+            return _Coded(kind, rows, payload, None)
+        y = coder.decode(payload, part.shape, part.dtype, len(rows), lengths)
+        if coder == RAW and not bool(torch.isfinite(y).all()):  # raw itself looks at no value
+            raise NonFiniteError("a value is not finite")
         if kind == Kind.VALUE:
             return _Coded(kind, rows, payload, None)
-        y = coder.decode(payload, part.shape, torch.float32, len(rows), lengths)
         return _Coded(kind, rows, payload, self.kept(coder, payload, y, lengths))
 
 

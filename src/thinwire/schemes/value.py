@@ -48,7 +48,7 @@ class Value(Scheme):
         return self
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self.codec.row_nbytes(n, dtype)
+        return self.codec.most_row_nbytes(n, dtype)
 
 
 class _ValueEnd(End):
