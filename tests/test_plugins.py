@@ -102,10 +102,10 @@ def test_a_bad_file_is_one_line_that_names_the_place(what: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere.py", "can't read nowhere.py: No such file or directory"),
-        (".", "can't read .: Is a directory"),
-        ("own.py/x.py", "can't read own.py/x.py: Not a directory"),
-        ("a\0b", "can't read a\0b: embedded null"),
+        ("nowhere.py", "can't read the plugin nowhere.py: No such file or directory"),
+        (".", "can't read the plugin .: Is a directory"),
+        ("own.py/x.py", "can't read the plugin own.py/x.py: Not a directory"),
+        ("a\0b", "can't read the plugin a\0b: embedded null"),
         ("x" * 5000, "File name too long"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_bad_plugin_is_one_line_and_exit_code_2(
     assert main([*command.split(), "--plugin", str(path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"thinwire: error: --plugin: {message.format(path)}")
+    assert captured.err.startswith(f"thinwire: error: {message.format(path)}")
     assert captured.err.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir() if p.name != "__pycache__"] == ["own.py"]
 

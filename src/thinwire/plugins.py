@@ -37,7 +37,7 @@ def load(file: Path) -> list[str]:
     try:
         path = file.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL character, a loop
-        raise PluginError(f"can't read {file}: {error}") from None
+        raise PluginError(f"can't read the plugin {file}: {error}") from None
     if path not in _registered:
         before = spec.registered()
         found = _names_of_imported(path)
@@ -113,7 +113,7 @@ def _complaint(error: BaseException, path: Path, shown: Path) -> str:
     if lines:
         return f"{shown}:{lines[-1]}: {_described(error)}"
     if isinstance(error, OSError):
-        return f"can't read {shown}: {error.strerror}"
+        return f"can't read the plugin {shown}: {error.strerror}"
     return f"{shown}: {_described(error)}"
 
 

@@ -9,12 +9,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.runs import TEXT, TINY
 from tests.test_plugins import SIGN, written
 from tests.train.test_launch import run, summary_of
+from thinwire import plugins
 from thinwire.cli import main
-from thinwire.train import check
+from thinwire.train import check, data, worker
 from thinwire.train import config as configuration
 from thinwire.train.arguments import read_arguments, read_train
 from thinwire.train.config import ConfigError
@@ -85,6 +87,26 @@ def test_a_file_of_settings_with_something_else_is_refused(
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_arguments([str(tmp_path / "run.toml")])
+
+
+def test_ranks_whose_files_differ_refuse_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(written(tmp_path, SIGN))
+    config = configuration.build({"nproc": 2, "plugin": (file,)})
+    text = data.Text(b"", b"", sha256="00" * 32, source="a text")
+
+    def gather(every: list[torch.Tensor], own: torch.Tensor) -> None:
+        every[0].copy_(own)
+        Path(file).write_text(SIGN + "\n")
+        there = plugins.digest([file])
+        every[1].copy_(own)
+        every[1][-1] = torch.frombuffer(bytearray(there), dtype=torch.uint8)
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather", gather)
+    with pytest.raises(ConfigError, match="rank 1 has other plugins than rank 0"):
+        worker._agree(config, text)
 
 
 def test_where_the_file_is_says_nothing_of_what_was_trained(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ class Form:
         tensor = part.tensor if isinstance(part, Bits) else part
         tensor = tensor.detach().reshape(tensor.shape[0], self.values(count))
         if self.width is None:
-            data = tensor.contiguous().view(-1).view(torch.uint8)
+            # a copy: a dimension of size 1 hides a stride from contiguous()
+            data = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             return data.view(tensor.shape[0], self.nbytes(count))
         if tensor.dtype != torch.bool:
             tensor = tensor.to(torch.int64)

@@ -24,5 +24,5 @@ def load(files: Sequence[str], quiet: bool = False) -> list[str]:
         try:
             names += plugins.load(Path(file))
         except plugins.PluginError as error:
-            raise ConfigError(f"--plugin: {error}") from None
+            raise ConfigError(str(error)) from None
     return list(dict.fromkeys(names))
