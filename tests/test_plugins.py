@@ -127,16 +127,33 @@ def test_a_file_that_was_corrected_can_be_loaded(tmp_path: Path) -> None:
     assert plugins.load(path) == ["sign"]
 
 
-def test_neither_the_loader_nor_a_bad_file_needs_torch(tmp_path: Path) -> None:
-    path = written(tmp_path, "import torch\ndef f(:\n")
+def in_a_new_process(path: Path, then: str) -> str:
+    """What is printed after the file was loaded where nothing else had been imported."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom thinwire import plugins\n"
-        f"try:\n    plugins.load(Path({str(path)!r}))\n"
-        "except plugins.PluginError:\n    print('torch' in sys.modules)"
+        "import sys\nfrom pathlib import Path\nfrom thinwire import plugins\nfound = None\n"
+        f"try:\n    found = plugins.load(Path({str(path)!r}))\nexcept plugins.PluginError:\n"
+        f"    pass\n{then}"
     )
     words = [sys.executable, "-c", code]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout == "False\n"
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_what_is_built_in_is_not_taken_for_a_plugins(tmp_path: Path) -> None:
+    assert in_a_new_process(written(tmp_path, SIGN), "print(found)") == "['sign']\n"
+
+
+def test_neither_the_loader_nor_a_file_that_cannot_be_parsed_needs_torch(tmp_path: Path) -> None:
+    path = written(tmp_path, "import torch\ndef f(:\n")
+    assert in_a_new_process(path, "print('torch' in sys.modules)") == "False\n"
+
+
+def test_a_name_for_a_built_in_class_with_options_is_one_too(tmp_path: Path) -> None:
+    text = (
+        "import thinwire as tw\nfrom thinwire.codecs.integer import Integer\n"
+        "tw.register_codec('tiny', bits=4, group=32)(Integer)\n"
+    )
+    assert plugins.load(written(tmp_path, text)) == ["tiny"]
+    assert tw.codec("tiny") == tw.codec("int4:group=32")
 
 
 def test_the_digest_tells_files_apart_wherever_they_are(tmp_path: Path) -> None:

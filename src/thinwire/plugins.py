@@ -8,6 +8,7 @@ process; torch is not imported before its code asks for it.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -39,12 +40,7 @@ def load(file: Path) -> list[str]:
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL character, a loop
         raise PluginError(f"can't read the plugin {file}: {error}") from None
     if path not in _registered:
-        before = spec.registered()
-        found = _names_of_imported(path)
-        if not found:
-            _run(path, file)
-            now = spec.registered()
-            found = sorted(name for name in now if now[name] is not before.get(name))
+        found = _names_of_imported(path) or _run(path, file)
         if not found:
             raise PluginError(
                 f"{file} registers nothing: put @tw.register_codec or @tw.register_scheme, "
@@ -83,8 +79,8 @@ def _names_of_imported(path: Path) -> list[str]:
     return []
 
 
-def _run(path: Path, shown: Path) -> None:
-    """Run the file as a module of its own."""
+def _run(path: Path, shown: Path) -> list[str]:
+    """Run the file as a module of its own; returns the names that it registers."""
     where = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
     name = f"thinwire_plugin_{path.stem}_{where}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
@@ -93,12 +89,17 @@ def _run(path: Path, shown: Path) -> None:
     module = importlib.util.module_from_spec(made)
     sys.modules[name] = module  # dataclasses look their module up
     try:
+        loader.get_code(name)  # what cannot be read or parsed is told before torch is imported
+        importlib.import_module("thinwire.schemes")  # so that what is built in is not taken for new
+        before = spec.registered()
         loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, Exception | SystemExit):
             raise PluginError(_complaint(error, path, shown)) from error
         raise
+    now = spec.registered()
+    return sorted(one for one in now if now[one] is not before.get(one))
 
 
 def _complaint(error: BaseException, path: Path, shown: Path) -> str:

@@ -216,11 +216,6 @@ def names_of(module: str) -> list[str]:
     return sorted(n for n, entry in _REGISTRY.items() if entry.cls.__module__ == module)
 
 
-def kind_of(name: str) -> Kind:
-    """What a registered name is of."""
-    return _REGISTRY[name].kind
-
-
 def registered() -> dict[str, object]:
     """The registered names as they are now, each with what changes when it is registered anew."""
     return dict(_REGISTRY)
@@ -230,14 +225,15 @@ def simplest(name: str) -> str:
     """The shortest spec of a registered name: required codecs are ``int8``, options as their
     examples. Raises SpecError where an option is required that has none."""
     entry = _REGISTRY[name]
-    given = []
+    given: list[str] = []
     for option in entry.options.values():
         if not option.required:
             continue
         example = "int8" if option.nested else option.example
         if example is None:
             raise SpecError(f"{name} needs {option.name}, of which no example is known")
-        given.append(f"{option.name}={example}" if entry.takes_specs else example)
+        bare = not given if option.nested else not entry.takes_specs
+        given.append(example if bare else f"{option.name}={example}")
     if not given:
         return name
     return f"{name}({','.join(given)})" if entry.takes_specs else f"{name}:{','.join(given)}"

@@ -99,7 +99,7 @@ def test_a_scheme_is_checked_over_a_built_in_codec_and_the_document_tells_all(
     document = json.loads(captured.out)
     assert document["ok"] is False
     assert [(one["spec"], one["kind"], one["ok"]) for one in document["checked"]] == [
-        ("last(codec=int8)", "scheme", True),
+        ("last(int8)", "scheme", True),
         ("bare:bits=3", "codec", False),
     ]
     failed = [r for r in document["checked"][1]["requirements"] if r["status"] == "failed"]

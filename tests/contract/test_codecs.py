@@ -16,8 +16,9 @@ from torch import Tensor
 import thinwire as tw
 from tests.blocks import block, loaded
 from tests.codecs.common import ALL
-from thinwire.contract import Result, examine, requirement
-from thinwire.contract.suite import OF_CODECS
+from thinwire.contract import requirement
+from thinwire.contract.requirement import Result
+from thinwire.contract.suite import OF_CODECS, examine
 
 BUILT_IN = [*ALL, "int6:hadamard,group=100", "tile:bits=3", "topk:0.3", "topk:0.1/tile"]
 

@@ -14,8 +14,8 @@ import torch
 
 import thinwire as tw
 from tests.blocks import loaded
-from thinwire.contract import Result, examine
-from thinwire.contract.suite import OF_SCHEMES
+from thinwire.contract.requirement import Result
+from thinwire.contract.suite import OF_SCHEMES, examine
 
 BUILT_IN = [
     "delta(int4)",
