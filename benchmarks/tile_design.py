@@ -48,6 +48,7 @@ from torch import Tensor
 from thinwire.codecs import codec
 from thinwire.native import hadamard, planes
 from thinwire.train import data, model
+from thinwire.train.batches import Batch, training_numbers
 from thinwire.train.config import DataConfig, ModelConfig
 
 ROWS, VALUES = 16, 16384
@@ -151,7 +152,7 @@ def real(steps: int) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(parameters, lr=5e-4, weight_decay=0.1)
     probe = samples.batch(torch.arange(0, len(samples), len(samples) // ROWS)[:ROWS])
 
-    def at_cut(batch: data.Batch) -> tuple[Tensor, Tensor]:
+    def at_cut(batch: Batch) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
         x = stages[0](batch.inputs)
         received = x.detach().requires_grad_()
@@ -162,10 +163,10 @@ def real(steps: int) -> dict[str, Tensor]:
         return x.detach().flatten(1), received.grad.flatten(1)
 
     found: dict[str, Tensor] = {}
-    batches = data.training_ids(len(samples), batch=16, microbatches=8, seed=0)
+    upcoming = training_numbers(len(samples), batch=16, least=8, seed=0)
     captures = {max(1, steps // 2): "half way", steps: "end"}
     for step in range(1, steps + 1):
-        at_cut(samples.batch(next(batches)[1]))
+        at_cut(samples.batch(next(upcoming)[1]))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if step in captures:

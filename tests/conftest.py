@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import thinwire.schemes  # noqa: F401  registers what is built in
 from tests.distributed.pool import Pool
+from thinwire import plugins, spec
 
 # as in the workers: reductions depend on the number of threads, and cores are shared
 torch.set_num_threads(1)
@@ -18,6 +20,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: torch.cuda.is_available() is false")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registrations that end with the test."""
+    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
+    monkeypatch.setattr(plugins, "_registered", {})
 
 
 @pytest.fixture(scope="session")

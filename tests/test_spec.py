@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire.schemes  # noqa: F401 - registers delta
-from thinwire import spec
 from thinwire.codecs import Codec, codec, register_codec
 from thinwire.codecs.cast import Cast, Float8
 from thinwire.codecs.integer import Integer
 from thinwire.codecs.raw import Raw
 from thinwire.errors import SpecError
-from thinwire.schemes import Delta
-from thinwire.spec import Named, names, parse, register
+from thinwire.schemes import Delta, Scheme, register_scheme
+from thinwire.spec import Named, names, parse, register, simplest
 
 
 @st.composite
@@ -172,12 +171,6 @@ def test_a_user_is_told_of_a_bad_option_in_python_too():
 # registration
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    """Registrations that end with the test."""
-    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
-
-
 INT8 = Integer(8)
 
 
@@ -218,10 +211,104 @@ def test_a_name_that_the_grammar_cannot_read_is_refused(name):
         register_codec(name)
 
 
+class Plain(Codec):
+    """No dataclass of its own, so its fields would be no options."""
+
+    keep: int = 2
+
+    def row_nbytes(self, n, dtype):
+        return n
+
+
+@dataclasses.dataclass
+class Thawed(Named):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Short(Codec):
+    """Lacks row_nbytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoStateless(Scheme):
+    def sender(self):
+        raise NotImplementedError
+
+    def receiver(self):
+        raise NotImplementedError
+
+    def row_nbytes(self, n, dtype):
+        raise NotImplementedError
+
+
 @pytest.mark.usefixtures("registry")
-def test_only_frozen_dataclasses_are_registered():
-    with pytest.raises(ValueError, match="must be a frozen dataclass"):
-        register("codec", "plain")(int)
+@pytest.mark.parametrize(
+    ("add", "cls", "message"),
+    [
+        (register("codec", "wrong"), int, "int must be a frozen dataclass derived from tw.Codec"),
+        (register("scheme", "wrong"), Thawed, "a frozen dataclass derived from tw.Scheme"),
+        (register_codec("wrong"), Plain, "Plain must be a frozen dataclass"),
+        (register_codec("wrong"), Short, "Short has no row_nbytes, which every codec needs"),
+        (register_codec("wrong"), Wrap, "derived from neither tw.TensorCodec nor tw.Codec"),
+        (register_scheme("wrong"), Wrap, "Wrap is not derived from tw.Scheme"),
+        (register_scheme("wrong"), NoStateless, "NoStateless has no stateless"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_when_it_is_registered(add, cls, message):
+    with pytest.raises(ValueError, match=message):
+        add(cls)
+    assert "wrong" not in names()
+
+
+def again(default):
+    """A class as a notebook defines it each time that its cell is run."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Again(Short):
+        keep: int = default
+
+        def row_nbytes(self, n, dtype):
+            return n
+
+    return Again
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before():
+    register_codec("again")(again(1))
+    register_codec("again")(again(2))
+    assert parse("again") == parse("again:keep=2")
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_option_that_a_class_itself_refuses_is_a_spec_error():
+    @register_codec("picky")
+    @dataclasses.dataclass(frozen=True)
+    class Picky(Short):
+        keep: int = 1
+
+        def __post_init__(self):
+            if self.keep > 3:
+                raise ValueError("keep is at most 3")
+
+        def row_nbytes(self, n, dtype):
+            return n
+
+    with pytest.raises(SpecError, match="in spec 'picky:keep=9': keep is at most 3"):
+        parse("picky:keep=9")
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_simplest_spec_of_a_name_has_what_is_required_and_no_more():
+    register("scheme", "wrap")(Wrap)
+    for name in ("int4", "raw", "tile"):
+        assert simplest(name) == name
+    assert simplest("topk") == "topk:0.1"
+    assert [simplest(name) for name in ("delta", "wrap")] == ["delta(int8)", "wrap(int8)"]
+    register("codec", "bits")(Integer)
+    with pytest.raises(SpecError, match="bits needs bits, of which no example is known"):
+        simplest("bits")
 
 
 def test_names_are_listed_by_kind():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from thinwire.codecs import Codec, codec, register_codec
+    from thinwire.codecs import Bits, Codec, Ragged, TensorCodec, codec, register_codec
     from thinwire.errors import (
         EngineError,
         FrameError,
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
         PeerAborted,
         SpecError,
     )
-    from thinwire.frame import pack, unpack
+    from thinwire.frame import Kind, Section, pack, unpack
     from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
     from thinwire.pipeline import (
         SCHEDULES,
+        ClassLoss,
         EvalResult,
         Pipeline,
         PipelineStage,
@@ -32,12 +33,20 @@ if TYPE_CHECKING:
         default_forward,
         stages_of_rank,
     )
-    from thinwire.schemes import Scheme, scheme
+    from thinwire.schemes import (
+        Receiver,
+        Scheme,
+        Sender,
+        Value,
+        Visit,
+        register_scheme,
+        scheme,
+    )
     from thinwire.spec import parse
 
 # Names are imported when first used: torch takes seconds, and the command's errors need none of it.
 _HOMES = {
-    "thinwire.codecs": ("Codec", "codec", "register_codec"),
+    "thinwire.codecs": ("Bits", "Codec", "Ragged", "TensorCodec", "codec", "register_codec"),
     "thinwire.errors": (
         "EngineError",
         "FrameError",
@@ -46,10 +55,11 @@ _HOMES = {
         "PeerAborted",
         "SpecError",
     ),
-    "thinwire.frame": ("pack", "unpack"),
+    "thinwire.frame": ("Kind", "Section", "pack", "unpack"),
     "thinwire.network": ("EmulatedTransport", "GlooTransport", "MemoryTransport", "Transport"),
     "thinwire.pipeline": (
         "SCHEDULES",
+        "ClassLoss",
         "EvalResult",
         "Pipeline",
         "PipelineStage",
@@ -61,7 +71,16 @@ _HOMES = {
         "default_forward",
         "stages_of_rank",
     ),
-    "thinwire.schemes": ("Scheme", "parse", "scheme"),
+    "thinwire.schemes": (
+        "Receiver",
+        "Scheme",
+        "Sender",
+        "Value",
+        "Visit",
+        "parse",
+        "register_scheme",
+        "scheme",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -87,12 +106,15 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SCHEDULES",
+    "Bits",
+    "ClassLoss",
     "Codec",
     "EmulatedTransport",
     "EngineError",
     "EvalResult",
     "FrameError",
     "GlooTransport",
+    "Kind",
     "LinkError",
     "MemoryTransport",
     "NonFiniteError",
@@ -100,18 +122,26 @@ __all__ = [
     "Pipeline",
     "PipelineStage",
     "Plan",
+    "Ragged",
+    "Receiver",
     "Scheme",
+    "Section",
+    "Sender",
     "SpecError",
     "StepResult",
     "Storage",
+    "TensorCodec",
     "TokenLoss",
     "Transport",
+    "Value",
+    "Visit",
     "build_schedule",
     "codec",
     "default_forward",
     "pack",
     "parse",
     "register_codec",
+    "register_scheme",
     "scheme",
     "stages_of_rank",
     "unpack",

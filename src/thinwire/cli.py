@@ -48,6 +48,14 @@ def _run(words: list[str]) -> int:
         from thinwire.bench.arguments import run as bench
 
         return bench(words[1:])
+    if words[:1] == ["study"]:
+        from thinwire.study.arguments import run as study
+
+        return study(words[1:])
+    if words[:1] == ["check"]:
+        from thinwire.contract.arguments import run as check
+
+        return check(words[1:])
     if words[:1] == ["selftest"]:
         from thinwire.selftest import run as selftest
 

@@ -33,6 +33,8 @@ _MAX_DIMS = 16
 _MAX_NAME = 255
 #: The most that one section adds to a frame besides its payload, row mask and versions.
 MAX_ENTRY_BYTES = _SECTION.size + 1 + _MAX_NAME + 8 * _MAX_DIMS + 8
+#: Of one tensor.
+MAX_SECTIONS = 6
 _ALL_ROWS = 0xFFFFFFFF
 #: Bytes; an abort frame must fit into every receive that is posted.
 _ABORT_TEXT = 2048
@@ -177,9 +179,9 @@ def checksum(data: Buffer) -> bytes:
 def head_nbytes(tensors: int, rows: int) -> int:
     """The most bytes before the payloads of ``tensors`` tensors of ``rows`` rows each.
 
-    A tensor has up to six sections, each with a row mask; versions come once a row.
+    A tensor has up to ``MAX_SECTIONS``, each with a row mask; versions come once a row.
     """
-    return _HEADER.size + tensors * (6 * (MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows)
+    return _HEADER.size + tensors * (MAX_SECTIONS * (MAX_ENTRY_BYTES + rows // 8 + 1) + 4 * rows)
 
 
 def head(place: Place, count: int, table: bytes, payload_nbytes: int) -> bytes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.codecs import codec
 from thinwire.native import library, triton_use
 from thinwire.schemes import Visit, scheme
-from thinwire.train.arguments import Parser
+from thinwire.train.parser import Parser
 
 #: Codec to the start of a SHA-256.
 CODECS = {

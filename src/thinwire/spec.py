@@ -47,6 +47,10 @@ class Named:
                 return name
         raise SpecError(f"{type(self).__name__} is not registered")
 
+    def of_spec(self) -> Named:
+        """What its spec string stands for: itself, unless it is only a part of that."""
+        return self
+
     def __str__(self) -> str:
         return _canonical(self)
 
@@ -69,7 +73,7 @@ def _canonical(value: Named) -> str:
             plain.insert(0, _show(option))
         elif option != field.default_for(value):
             plain.append(field.name if option is True else f"{field.name}={_show(option)}")
-    if any(f.nested for f in entry.options.values()):
+    if entry.takes_specs:
         return f"{name}({','.join(nested + plain)})"
     return name + (":" + ",".join(plain) if plain else "")
 
@@ -138,6 +142,11 @@ class _Entry:
     preset: Mapping[str, Any]
     options: Mapping[str, _Option]
 
+    @property
+    def takes_specs(self) -> bool:
+        """Whether its arguments stand in parentheses."""
+        return any(option.nested for option in self.options.values())
+
 
 _REGISTRY: dict[str, _Entry] = {}
 
@@ -147,17 +156,20 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
 
     ``preset`` fixes fields that the name implies (``int4`` fixes ``bits=4``). A field with
     ``metadata={"derive": f}`` has the default ``f(instance)``, to be filled in ``__post_init__``.
-    Raises ValueError on a name that is taken or not of the form ``[a-z][a-z0-9_-]*``.
+    A class that is defined again, as in a notebook, takes the place of the one before. Raises
+    ValueError on a name that is another's or not of the form ``[a-z][a-z0-9_-]*``, and on a class
+    that is no frozen dataclass or lacks a method.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no spec name: use lower-case letters, digits, '-' and '_'")
 
     def add(cls: Any) -> Any:
-        if name in _REGISTRY and _REGISTRY[name].cls is not cls:
-            raise ValueError(f"the spec name {name!r} is taken by {_REGISTRY[name].cls.__name__}")
-        usable = issubclass(cls, Named) and dataclasses.is_dataclass(cls)
-        if not usable:
-            raise ValueError(f"{cls.__name__} must be a frozen dataclass derived from tw.Codec")
+        _check_class(cls, kind)
+        taken = _REGISTRY[name].cls if name in _REGISTRY else cls
+        if _place_of(taken) != _place_of(cls):
+            raise ValueError(
+                f"the spec name {name!r} is taken by {taken.__qualname__} of {taken.__module__}"
+            )
         hints = typing.get_type_hints(cls)
         options = {
             f.name: _Option(
@@ -177,9 +189,54 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
     return add
 
 
+def _check_class(cls: Any, kind: Kind) -> None:
+    """Raise ValueError for what cannot be named in spec strings."""
+    parameters = vars(cls).get("__dataclass_params__")
+    if not issubclass(cls, Named) or parameters is None or not parameters.frozen:
+        raise ValueError(
+            f"{cls.__name__} must be a frozen dataclass derived from tw.{kind.capitalize()}: write "
+            "@dataclasses.dataclass(frozen=True) between @tw.register… and class"
+        )
+    for name in dir(cls):
+        if getattr(getattr(cls, name, None), "__isabstractmethod__", False):
+            raise ValueError(f"{cls.__name__} has no {name}, which every {kind} needs")
+
+
+def _place_of(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
 def names(kind: Kind | None = None) -> list[str]:
     """The registered names, sorted."""
     return sorted(n for n, e in _REGISTRY.items() if kind is None or e.kind == kind)
+
+
+def names_of(module: str) -> list[str]:
+    """The names of the classes that ``module`` defines, sorted."""
+    return sorted(n for n, entry in _REGISTRY.items() if entry.cls.__module__ == module)
+
+
+def registered() -> dict[str, object]:
+    """The registered names as they are now, each with what changes when it is registered anew."""
+    return dict(_REGISTRY)
+
+
+def simplest(name: str) -> str:
+    """The shortest spec of a registered name: required codecs are ``int8``, options as their
+    examples. Raises SpecError where an option is required that has none."""
+    entry = _REGISTRY[name]
+    given: list[str] = []
+    for option in entry.options.values():
+        if not option.required:
+            continue
+        example = "int8" if option.nested else option.example
+        if example is None:
+            raise SpecError(f"{name} needs {option.name}, of which no example is known")
+        bare = not given if option.nested else not entry.takes_specs
+        given.append(example if bare else f"{option.name}={example}")
+    if not given:
+        return name
+    return f"{name}({','.join(given)})" if entry.takes_specs else f"{name}:{','.join(given)}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -245,7 +302,7 @@ class _Reader:
         if entry is None:
             raise self.error(f"unknown codec or scheme {name!r}{nearest(name, _REGISTRY)}")
         values: dict[str, Any] = {}
-        takes_specs = any(o.nested for o in entry.options.values())
+        takes_specs = entry.takes_specs
         if self.take(":"):
             if takes_specs:
                 raise self.error(f"{name} takes its arguments in parentheses, as {name}(int4)")
@@ -262,8 +319,8 @@ class _Reader:
             example = f"{name}(int4)" if takes_specs else f"{name}:{value}"
             raise self.error(f"{name} needs {missing[0]}, as in {example}")
         try:
-            return entry.cls(**entry.preset, **values)
-        except SpecError as error:
+            return entry.cls(**entry.preset, **values).of_spec()
+        except ValueError as error:
             raise self.error(str(error)) from None
 
     def options(

@@ -45,7 +45,7 @@ LOSSY = [
 ]
 ALL = ["raw", *LOSSY]
 #: Those whose rows are coded each on its own, and those whose size follows from the shape.
-ROWWISE = [name for name in ALL if "zstd" not in name and not codec(name).together]
+ROWWISE = [name for name in ALL if codec(name).rowwise]
 FIXED = [name for name in ALL if codec(name).fixed_size]
 
 

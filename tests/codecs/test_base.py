@@ -1,4 +1,5 @@
-"""What holds for every codec: rows, lengths, shapes, dtypes, buffers, errors."""
+"""What holds for every codec, where ``thinwire check`` asks for less: any lengths, devices, and
+what errors say. The rest is in tests/contract."""
 
 import dataclasses
 
@@ -8,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codecs.common import ALL, FIXED, FLOATS, LOSSY, ROWWISE, normal, quick, round_trip
-from thinwire import spec
 from thinwire.codecs import Codec, codec, register_codec
 from thinwire.codecs.keeping import KEEPINGS
 from thinwire.errors import NonFiniteError
@@ -63,7 +63,8 @@ def test_max_nbytes_is_a_bound_and_exact_for_full_rows_of_a_fixed_size(name, row
     bound = codec(name).max_nbytes(x.shape, x.dtype)
     size = codec(name).encode(x).numel()
     assert size == bound if name in FIXED else size <= bound
-    assert codec(name).encode(x, lengths=lengths).numel() <= bound
+    most = rows * codec(name).most_row_nbytes(n, x.dtype)
+    assert codec(name).encode(x, lengths=lengths).numel() <= most
 
 
 @rowwise
@@ -109,14 +110,6 @@ def test_padding_costs_nothing_and_sets_no_scale(name, padding, device):
     assert torch.equal(payloads[0], payloads[1])
 
 
-@every
-def test_rows_regroups_a_tensor_without_moving_values(name):
-    x = normal(4, 6, 10)
-    assert torch.equal(codec(name).encode(x, rows=24), codec(name).encode(x.reshape(24, 10)))
-    assert torch.equal(round_trip(name, x, rows=24), round_trip(name, x.view(24, 10)).view_as(x))
-    assert torch.equal(codec(name).encode(x, rows=1), codec(name).encode(x.flatten()))
-
-
 def test_a_tensor_of_one_dimension_is_one_row():
     x = normal(300)
     assert torch.equal(codec("int4:group=row").encode(x), codec("int4:group=row").encode(x[None]))
@@ -133,19 +126,6 @@ def test_strides_do_not_matter(name, device):
         assert torch.equal(codec(name).encode(same), expected)
 
 
-@every
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_input_is_left_unchanged(name, dtype):
-    x = normal(3, 50).to(dtype).requires_grad_()
-    before = x.detach().clone()
-    codec(name).encode(x, lengths=[50, 20, 0])
-    payload = codec(name).encode(x)
-    assert not payload.requires_grad
-    assert x.requires_grad
-    assert x.grad is None
-    assert torch.equal(x, before)
-
-
 @pytest.mark.parametrize("name", [name for name in LOSSY if name not in SELECTING])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_short_floats_are_coded_as_their_float32_values(name, dtype):
@@ -155,12 +135,6 @@ def test_short_floats_are_coded_as_their_float32_values(name, dtype):
     assert torch.equal(payload, c.encode(x.float()))
     expected = c.decode(payload, x.shape, torch.float32).to(dtype)
     assert torch.equal(c.decode(payload, x.shape, dtype), expected)
-
-
-@lossy
-def test_the_largest_half_precision_value_does_not_come_back_infinite(name):
-    x = torch.tensor([[65504.0, -65504.0, 1.0, 65504.0] * 40], dtype=torch.float16)
-    assert bool(torch.isfinite(round_trip(name, x)).all())
 
 
 @every
@@ -195,28 +169,6 @@ def test_decoding_into_an_output_gives_the_same_values(name, lengths, device):
         assert torch.equal(out, expected)
 
 
-@every
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_a_payload_may_lie_at_any_address(name, offset):
-    x = normal(3, 50)
-    payload = codec(name).encode(x)
-    moved = torch.empty(payload.numel() + offset, dtype=torch.uint8)[offset:].copy_(payload)
-    strided = torch.empty(payload.numel() * 2, dtype=torch.uint8)[::2].copy_(payload)
-    for same in (moved, strided):
-        decoded = codec(name).decode(same, x.shape, x.dtype)
-        assert torch.equal(decoded, round_trip(name, x))
-
-
-@every
-def test_decoded_values_do_not_alias_the_payload(name):
-    x = normal(3, 48)
-    payload = codec(name).encode(x)
-    y = codec(name).decode(payload, x.shape, x.dtype)
-    before = y.clone()
-    payload.zero_()
-    assert torch.equal(y, before)
-
-
 @lossy
 @quick
 @given(
@@ -239,15 +191,6 @@ def test_a_value_that_is_not_finite_is_an_error_with_its_index(name, value, dtyp
 def test_a_value_that_is_not_finite_in_a_scalar_is_an_error(name, device):
     with pytest.raises(NonFiniteError, match=r"nan at index \(\) "):
         codec(name).encode(torch.tensor(float("nan"), device=device))
-
-
-@lossy
-def test_the_index_of_a_bad_value_skips_padding(name):
-    x = normal(2, 30)
-    x[0, 20:] = torch.nan
-    x[1, 4] = torch.inf
-    with pytest.raises(NonFiniteError, match=r"inf at index \(1, 4\)"):
-        codec(name).encode(x, lengths=[20, 30])
 
 
 @fixed
@@ -313,9 +256,8 @@ def test_torch_generators_are_left_alone(name, device):
         assert torch.equal(torch.cuda.get_rng_state(), on_device)
 
 
-def test_a_user_adds_a_codec_from_outside(monkeypatch):
-    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
-
+@pytest.mark.usefixtures("registry")
+def test_a_user_adds_a_codec_from_outside():
     @register_codec("sign")
     @dataclasses.dataclass(frozen=True)
     class Sign(Codec):
@@ -371,12 +313,6 @@ def test_few_bytes_cannot_claim_to_be_many_rows(name):
     few = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="payload bytes"):
         codec(name).decode(few, (1 << 36, 3), torch.float32)
-
-
-@every
-def test_a_view_with_the_negative_bit_is_coded_as_its_values(name):
-    x = torch._neg_view(normal(2, 300))
-    assert torch.equal(codec(name).encode(x), codec(name).encode(x.resolve_neg()))
 
 
 @every

@@ -1,5 +1,7 @@
 """``tile``: sizes, error bounds, extremes, independence of rows, damaged payloads."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from tests.codecs.common import FLOATS, normal, quick, round_trip, snr_db
 from thinwire.codecs import codec
 from thinwire.errors import NonFiniteError, SpecError
 from thinwire.native import hadamard, tile
+from thinwire.schemes import scheme
 
 BITS = range(3, 9)
 
@@ -302,3 +305,14 @@ def test_a_scale_beyond_float32_is_refused():
     payload[1] = 0xFF
     with pytest.raises(ValueError, match="invalid scale"):
         codec("tile").decode(payload, (1, 64), torch.float32)
+
+
+@pytest.mark.parametrize("spec", ["tile", "tile:bits=3", "tile:bits=8", "topk:0.1/tile"])
+def test_what_a_row_takes_at_most_covers_shorter_rows_that_take_more(spec):
+    c = codec(spec)
+    sizes = [c.row_nbytes(n, torch.float32) for n in range(700)]
+    assert any(longer < shorter for shorter, longer in pairwise(sizes))
+    for n in range(700):
+        most = c.most_row_nbytes(n, torch.float32)
+        assert most >= max(sizes[: n + 1])
+        assert scheme(f"delta({spec},first={spec})").row_nbytes(n, torch.float32) == most

@@ -16,13 +16,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import thinwire as tw
-from thinwire.train import check, data, disk, home, metrics, model, weights
+from thinwire.train import check, disk, home, metrics, weights
 from thinwire.train.arguments import read_train
 from thinwire.train.build import Place, build, planned
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.loop import train
 from thinwire.train.resume import resume
 from thinwire.train.stop import Stop, Stopped
+from thinwire.train.task import Data
+from thinwire.train.tasks import task_of
 
 WORDS = [f"{a}{b}{c}" for a in "mnprt" for b in "aeiou" for c in ("k", "l", "sh")]
 TEXT = " ".join(WORDS[(7 * i * i + 3 * i) % len(WORDS)] for i in range(120))
@@ -127,22 +129,20 @@ def _run(
     stop: Stop,
 ) -> None:
     torch.set_num_threads(1)
-    config, text = _given(options, folder, world_size, resumed)
+    config, data = _given(options, folder, world_size, resumed)
     local_rank = 0 if apart else rank
     if resumed:
         own = home.resume(config, folder, rank, local_rank)
     else:
         own = home.begin(config, home.create(config) if rank == 0 else None, rank, local_rank)
-    train(config, text, Place(rank, world_size, torch.device("cpu")), own, screen, stop)
+    train(config, data, Place(rank, world_size, torch.device("cpu")), own, screen, stop)
 
 
-def _given(
-    options: list[str], folder: Path, world_size: int, resumed: bool
-) -> tuple[Config, data.Text]:
+def _given(options: list[str], folder: Path, world_size: int, resumed: bool) -> tuple[Config, Data]:
     words = [*options, "--resume" if resumed else "--out", str(folder)]
     config = check.resolved(read_train(words)[0], world_size)
-    text = data.load(config.data, config.model.context)
-    return planned(config, text), text
+    data = task_of(config).load(config)
+    return planned(config, data), data
 
 
 def loaded(
@@ -150,13 +150,13 @@ def loaded(
 ) -> tuple[dict[str, str], str]:
     """What a rank that resumes a run has before its first step, by name, and what it shows."""
     own = Path(folder if isinstance(folder, str) else folder[rank])
-    config, text = _given(options, own, world_size, resumed=True)
+    config, data = _given(options, own, world_size, resumed=True)
     place = Place(rank, world_size, torch.device("cpu"))
     where = home.resume(config, own, rank, 0 if isinstance(folder, dict) else rank)
     shown = io.StringIO()
-    made = build(config, text, place, disk.rank_folder(where.parts, rank))
+    made = build(config, data, place, disk.rank_folder(where.parts, rank))
     resume(made, where, Console(file=shown, width=200))
-    tensors = model.named_tensors(made.stages, config.model.tied)
+    tensors = made.model.named_tensors(made.stages)
     entries = weights.collect(tensors, made.optimizer)
     made.pipeline.close()
     return {name: entry_digest(entry) for name, entry in entries.items()}, shown.getvalue()
@@ -186,7 +186,7 @@ def text_in(folder: Path) -> str:
 
 
 #: What depends on the clock.
-TIMED = ("tokens_per_s", "step_ms", "timers_ms", "checkpoint")
+TIMED = ("tokens_per_s", "images_per_s", "step_ms", "timers_ms", "checkpoint")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -201,10 +201,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """What the summary says of losses and of traffic on the links."""
+    """What the summary says of losses and accuracies, and of traffic on the links."""
     summary = json.loads((folder / "summary.json").read_text())
-    names = ("train_loss", "val_loss", "val_loss_codec", "steps", "epochs", "tokens", "links")
-    return {name: summary[name] for name in names}
+    names = ("train_", "val_", "test_", "steps", "epochs", "tokens", "images", "links")
+    found = {n: summary[n] for n in summary if n.startswith(names) and n != "train_s"}
+    return {name: value for name, value in found.items() if name not in TIMED}
 
 
 def digests(folder: Path, files: tuple[str, ...]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import thinwire as tw
 from tests.distributed.pool import Pool
 from tests.distributed.setup import DIM, LENGTH, VOCAB, Block, batch
 
-ROWS = 2
+ROWS, CHANNELS = 2, 6
 
 
 class First(nn.Module):
@@ -184,3 +184,57 @@ def test_a_bf16_stage_feeds_an_fp32_stage(pool: Pool, forward: str, backward: st
     first, second = pool.run(two_dtypes, forward, backward, world_size=2)
     assert first == second
     assert first[0][-1] < first[0][0]
+
+
+class Paint(nn.Module):
+    """Half of a network on images, in which all tensors have as many channels."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(20 + index)
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.head = nn.Linear(CHANNELS, VOCAB) if index else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x))
+        y: Tensor = x if self.head is None else self.head(x.mean((2, 3)))
+        return y
+
+
+def on_images(rank: int, world_size: int, lengths: bool) -> Any:
+    shape = (ROWS, CHANNELS, 4, 4)
+    images = torch.empty(shape, device="meta")
+    hidden = torch.empty(shape, device="meta", requires_grad=True)
+    logits = torch.empty(ROWS, VOCAB, device="meta", requires_grad=True)
+    arguments = [(images, hidden), (hidden, logits)]
+    stages = [
+        tw.PipelineStage(Paint(k), k, 2, "cpu", input_args=into, output_args=out)
+        for k, (into, out) in enumerate(arguments)
+    ]
+    schedule = tw.build_schedule("LoopedBFS", stages, 4, tw.ClassLoss())
+    pipeline = tw.Pipeline(
+        schedule, stages, tw.Plan("raw", "raw"), transport=tw.MemoryTransport(), deadline=20
+    )
+    x, y = torch.rand(8, CHANNELS, 4, 4), torch.arange(8) % VOCAB
+    y[-1] = -100
+    valid = torch.full((8,), 2) if lengths else None
+    trained = pipeline.step(x, target=y, sample_ids=torch.arange(8), lengths=valid).loss
+    evaluated = pipeline.eval(x, target=y)
+    predicted = stages[1].submod(stages[0].submod(x)).argmax(1)
+    return (
+        [b.sequence for s in stages for b in (*s.inputs, *s.outputs)],
+        trained,
+        evaluated,
+        int((predicted == y)[:-1].sum()),
+    )
+
+
+def test_channels_of_images_are_no_sequence_and_right_predictions_are_counted(pool: Pool) -> None:
+    ((marked, trained, evaluated, correct),) = pool.run(on_images, False, world_size=1)
+    assert not any(marked)
+    assert evaluated.tokens == 7
+    assert evaluated.correct == correct
+    assert evaluated.loss == pytest.approx(trained)
+    # the second channel is no last valid position
+    ((_, with_lengths, _, _),) = pool.run(on_images, True, world_size=1)
+    assert with_lengths == trained

@@ -515,3 +515,16 @@ def test_a_value_beyond_bfloat16_is_refused_where_references_are_kept_so():
     with pytest.raises(NonFiniteError):
         link.sender.encode(x, 0, there)
     assert len(link.sender.store) == 0
+
+
+@pytest.mark.parametrize("ref", ["fp32", "int8"])
+@pytest.mark.parametrize("row", [0, 1], ids=["a first visit", "twice in a step"])
+def test_a_value_that_is_not_finite_is_an_error_in_exact_values_too(ref, row):
+    link, x = Link(f"delta(int4,first=raw,ref={ref})"), normal(2, WIDTH)
+    x[row, 5] = torch.nan
+    there = full([3, 3])
+    link.begin(there)
+    with pytest.raises(NonFiniteError, match=rf"nan at index \({row}, 5\)"):
+        link.sender.encode(x, 0, there)
+    assert len(link.sender.store) == 0
+    assert link.move(normal(2, WIDTH), 0, there).equal(normal(2, WIDTH))

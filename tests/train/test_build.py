@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.train import check, data, report
+from thinwire.train import batches, check, data, report
 from thinwire.train.arguments import read_arguments
 from thinwire.train.build import planned
 from thinwire.train.config import Config
+from thinwire.train.data import Samples
+from thinwire.train.model import Gpt
 
 TEXT = data.Text(bytes(128 * 16 * 4), bytes(1024), "0" * 64, "a text")  # 4 steps an epoch
 HALF = "--train.frozen=2"
@@ -49,7 +51,9 @@ def test_nothing_is_told_of_a_scheme_that_was_given() -> None:
 
 
 def opening(*words: str, steps: int = 8) -> str:
-    return report.opening(config(*words), TEXT, 64, 8, steps)
+    made = config(*words)
+    samples = batches.Split(Samples(bytes(128 * 64 + 1), 128), Samples(bytes(128 * 8 + 1), 128))
+    return report.opening(made, TEXT, samples, Gpt(made), steps)
 
 
 def test_frozen_stages_that_cannot_rest_are_told() -> None:

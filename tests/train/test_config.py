@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.train import check, config, size
+from thinwire.train import check, config, size, spelling
 from thinwire.train.arguments import read_arguments
 from thinwire.train.config import Config, ConfigError
 
@@ -48,6 +48,38 @@ def test_a_model_of_which_nothing_would_be_trained_is_refused() -> None:
         check.resolved(read_arguments(["--train.frozen", "5"]))
 
 
+RESNET = ["--model.kind=resnet8", "--data.path=images"]
+
+
+def test_defaults_are_those_of_the_model_and_the_optimizer() -> None:
+    def trained(*words: str) -> tuple[object, ...]:
+        train = check.resolved(read_arguments(words)).train
+        return train.optimizer, train.lr, train.weight_decay, train.batch, train.clip
+
+    assert trained() == ("adamw", 1e-3, 0.1, 16, 1.0)
+    assert trained("--train.optimizer=sgd") == ("sgd", 0.1, 5e-4, 16, 1.0)
+    assert trained(*RESNET) == trained(*RESNET, "--train.optimizer=default")
+    assert trained(*RESNET) == ("sgd", 0.1, 5e-4, 128, 0.0)
+    assert trained(*RESNET, "--train.optimizer=adamw") == ("adamw", 1e-3, 0.1, 128, 0.0)
+    assert trained(*RESNET, "--train.lr=0.5", "--train.clip=2")[1:] == (0.5, 5e-4, 128, 2.0)
+
+
+def test_a_file_of_an_earlier_version_gives_the_run_that_it_gave(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    lines = spelling.to_toml(check.resolved(Config())).splitlines()
+    file.write_text("\n".join(line for line in lines if "optimizer" not in line))
+    assert check.resolved(read_arguments([str(file)])) == check.resolved(Config())
+
+
+@pytest.mark.parametrize("words", [[], RESNET])
+def test_what_the_model_has_not_is_not_written(words: list[str], tmp_path: Path) -> None:
+    made = check.resolved(read_arguments(words))
+    written = tomllib.loads(text := spelling.to_toml(made))
+    assert ("layers" in written["model"]) == ("augment" not in written["data"]) == (not words)
+    (tmp_path / "config.toml").write_text(text)
+    assert read_arguments([str(tmp_path / "config.toml")]) == made
+
+
 def test_a_config_file_may_follow_a_flag(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\nsteps = 7\n")
@@ -77,12 +109,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         )
     )
     file = tmp_path / "config.toml"
-    file.write_text(config.to_toml(given), encoding="utf-8")
+    file.write_text(spelling.to_toml(given), encoding="utf-8")
     assert read_arguments([str(file)]) == given
 
 
 def test_the_written_file_leaves_out_the_run_folder() -> None:
-    written = tomllib.loads(config.to_toml(dataclasses.replace(Config(), out="runs/one")))
+    written = tomllib.loads(spelling.to_toml(dataclasses.replace(Config(), out="runs/one")))
     assert "out" not in written
 
 
@@ -195,7 +227,31 @@ BAD_COMBINATIONS = [
     (["--train.lr", "0"], "train.lr is 0.0; it must be above 0"),
     (["--train.lr", "nan"], "train.lr is nan; write a finite number"),
     (["--data.validation", "1.5"], "data.validation is 1.5; it must be from 0 to below 1"),
-    (["--data.validation", "0"], "data.validation is 0"),
+    (["--data.validation", "0"], "data.validation is 0; keep some text for"),
+    (["--model.kind", "resnet8"], "resnet8 trains on images; name their folder with --data.path"),
+    ([*RESNET, "--data.path", ""], "--data.path is empty; name a folder of images"),
+    ([*RESNET, "--data.validation", "0"], "data.validation is 0; keep some images for"),
+    ([*RESNET, "--model.tied"], "--model.tied true is a setting of gpt, but"),
+    (
+        [*RESNET, "--model.layers", "8"],
+        "--model.layers 8 is a setting of gpt, but model.kind is re",
+    ),
+    (
+        ["--pipeline.cuts", "layer1"],
+        "--pipeline.cuts layer1 is a setting of resnet8, resnet20 and resnet18, but model.kind is",
+    ),
+    (["--data.augment", "crop-flip"], "--data.augment crop-flip is a setting of resnet8, resnet20"),
+    ([*RESNET, "--data.variants", "4"], "data.variants is 4, but data.augment is none; set --data"),
+    ([*RESNET, "--data.variants", "-1"], "data.variants is -1; it must be at least 0"),
+    ([*RESNET, "--data.size", "0"], "data.size is 0; it must be at least 1"),
+    ([*RESNET, "--train.frozen", "4"], "train.frozen is 4 but resnet8 has 3 blocks: nothing would"),
+    (
+        [*RESNET, "--train.batch", "15"],
+        "train.batch 15 in 8 micro-batches leaves one image to some, but BatchNorm needs two",
+    ),
+    ([*RESNET, "--train.batch", "7"], "train.batch 7 can't be cut into 8 micro-batches"),
+    (["--train.optimizer", "adamw2"], "unknown value 'adamw2'; did you mean 'adamw'?"),
+    (["--model.kind", "resnet9"], "unknown value 'resnet9'; did you mean 'resnet8'?"),
 ]
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.train import data
+from thinwire.train.batches import IGNORED
 from thinwire.train.config import ConfigError, DataConfig
 
 
@@ -37,7 +38,7 @@ def test_chunks_cover_each_byte_once_and_never_overlap(length: int, context: int
     text = bytes(i % 251 for i in range(length))
     samples = data.Samples(text, context)
     batch = samples.batch(torch.arange(len(samples)))
-    valid = batch.target != data.IGNORED
+    valid = batch.target != IGNORED
     assert batch.inputs[valid].tolist() == list(text[:-1])
     assert batch.target[valid].tolist() == list(text[1:])
     assert batch.lengths is not None
@@ -53,41 +54,13 @@ def test_a_sample_is_the_same_in_every_batch() -> None:
     assert torch.equal(together.target[1:], alone.target)
 
 
-def test_each_epoch_visits_each_sample_once_in_an_order_of_its_own() -> None:
-    first, second = data.epoch_order(100, 0, 0), data.epoch_order(100, 0, 1)
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(100))
-    assert not torch.equal(first, second)
-    assert torch.equal(first, data.epoch_order(100, 0, 0))
-    assert not torch.equal(first, data.epoch_order(100, 1, 0))
-
-
-@given(count=st.integers(4, 100), batch=st.integers(4, 20), parts=st.integers(1, 4))
-def test_only_a_rest_too_small_for_the_micro_batches_is_left_out(
-    count: int, batch: int, parts: int
-) -> None:
-    per_epoch = data.steps_per_epoch(count, batch, parts)
-    ids = data.training_ids(count, batch, parts, 0)
-    sizes = [len(next(ids)[1]) for _ in range(per_epoch)]
-    assert next(ids)[0] == 1  # the next one is of the second epoch
-    assert min(sizes) >= parts
-    assert count - sum(sizes) == (count % batch if count % batch < parts else 0)
-
-
-@given(count=st.integers(1, 50), batch=st.integers(4, 20), parts=st.integers(1, 4))
-def test_evaluation_counts_each_token_once(count: int, batch: int, parts: int) -> None:
-    samples = data.Samples(bytes(8 * count + 1), 8)
-    batches = list(data.evaluation_batches(samples, batch, parts))
-    assert sum(int((b.target != data.IGNORED).sum()) for b in batches) == 8 * count
-    assert min(len(b.inputs) for b in batches) >= parts
-
-
 def test_rows_that_fill_a_batch_count_nothing_and_have_ids_of_their_own() -> None:
     samples = data.Samples(bytes(range(100)), 8)
     batch = samples.batch(torch.tensor([3, 12]))
     filled = samples.filled(batch, 5)
     assert filled.inputs.shape == filled.target.shape == (5, 8)
     assert torch.equal(filled.target[:2], batch.target)
-    assert (filled.target[2:] == data.IGNORED).all()
+    assert (filled.target[2:] == IGNORED).all()
     assert filled.lengths is None
     assert filled.sample_ids.tolist() == [3, 12, *range(len(samples), len(samples) + 3)]
 

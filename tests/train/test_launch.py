@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-from thinwire.train import report
+from tests.images import idx_in
+from thinwire.train import inspection, launch, report
+from thinwire.train.arguments import read_arguments
+from thinwire.train.config import ConfigError
 
 TINY = ["--quick", "--steps", "4", "--threads", "1", "--model.dim", "32", "--model.context", "32"]
 SUMMARY_KEYS = {
@@ -208,6 +211,23 @@ def test_dropout_in_frozen_blocks_keeps_them_running_and_is_said(tmp_path: Path)
     result = run(*options, "--model.dropout", "0.1", "--out", "run", cwd=tmp_path)
     assert summary_of(tmp_path / "run")["links"][0]["rested"] == 0
     assert "stage 0 is frozen, but its forward draws random numbers" in result.stderr
+
+
+def test_a_network_on_images_trains_in_processes_and_tells_its_accuracy(tmp_path: Path) -> None:
+    words = ["--model.kind=resnet8", "--data.path", idx_in(tmp_path), "--train.batch=16"]
+    words += ["--pipeline.cuts=layer2", "--threads=1", "--steps=3", "--json"]
+    result = run(*words, "--out", "run", cwd=tmp_path)
+    summary = json.loads(result.stdout)
+    assert summary == summary_of(tmp_path / "run")
+    numbers = {"images", "images_per_s", "val_accuracy", "test_loss_codec", "test_accuracy_codec"}
+    assert summary.keys() >= SUMMARY_KEYS - {"tokens", "tokens_per_s"} | numbers
+    assert [link["values"] for link in summary["links"]] == [48 * 32 * 4 * 4] * 2
+    shown = inspection.describe(tmp_path / "run")
+    assert (shown["step"], shown["complete"], shown["stages"]) == (3, True, 2)
+    Path(words[2], "train-labels-idx1-ubyte").unlink()
+    with pytest.raises(ConfigError, match="train-images-idx3-ubyte, but no labels beside it"):
+        launch.train(read_arguments([*words, "--out", str(tmp_path / "other")]))
+    assert not (tmp_path / "other").exists()
 
 
 def test_torchrun_launches_the_same_run(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.train.config import ModelConfig
+from thinwire.train.config import Config, ModelConfig, PipelineConfig, TrainConfig
 from thinwire.train.model import (
-    Stage,
-    boundary_args,
+    Gpt,
+    GptStage,
     build_stage,
     freeze,
     layers_of_stage,
@@ -19,8 +19,18 @@ from thinwire.train.model import (
 SMALL = ModelConfig(layers=4, dim=32, heads=4, context=16)
 
 
-def stages(number: int, config: ModelConfig = SMALL, seed: int = 0) -> list[Stage]:
+def stages(number: int, config: ModelConfig = SMALL, seed: int = 0) -> list[GptStage]:
     return [build_stage(config, index, number, seed) for index in range(number)]
+
+
+def gpt(number: int, frozen: int = 0) -> Gpt:
+    return Gpt(
+        Config(
+            model=SMALL,
+            train=TrainConfig(frozen=frozen),
+            pipeline=PipelineConfig(stages=number),
+        )
+    )
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
@@ -68,7 +78,7 @@ def test_boundary_tensors_have_the_shapes_of_the_real_ones(index: int) -> None:
     parts = stages(3)
     for stage in parts[:index]:
         x = stage(x)
-    declared_in, declared_out = boundary_args(SMALL, index, 3, 2)
+    declared_in, declared_out = gpt(3).arguments(index, 3, 2)
     out = parts[index](x)
     assert (declared_in.shape, declared_in.dtype) == (x.shape, x.dtype)
     assert (declared_out.shape, declared_out.dtype) == (out.shape, out.dtype)
@@ -87,8 +97,9 @@ def test_stages_of_frozen_blocks_alone_need_no_gradient(frozen: int) -> None:
         assert blocks == set(range(frozen, 4))
         assert ("embedding.token.weight" in trained) == (frozen == 0)
         for index, part in enumerate(parts[:-1]):
-            is_needed = boundary_args(SMALL, index, number, 2, frozen)[1].requires_grad
-            assert is_needed == boundary_args(SMALL, index + 1, number, 2, frozen)[0].requires_grad
+            whole = gpt(number, frozen)
+            is_needed = whole.arguments(index, number, 2)[1].requires_grad
+            assert is_needed == whole.arguments(index + 1, number, 2)[0].requires_grad
             learns = any(p.requires_grad for part in parts[: index + 1] for p in part.parameters())
             assert is_needed == learns
 

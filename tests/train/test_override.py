@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.train import config as configuration
+from thinwire.train import spelling
 from thinwire.train.arguments import read_train
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.words import typed
@@ -16,7 +17,7 @@ from thinwire.train.words import typed
 def resumed(folder: Path, before: dict[str, Any], *words: str) -> Config:
     """The settings with which a run of the settings ``before`` goes on."""
     made = configuration.build({"nproc": 2, "plan.forward": "delta(int4)"} | before)
-    (folder / "config.toml").write_text(configuration.to_toml(made))
+    (folder / "config.toml").write_text(spelling.to_toml(made))
     return read_train([*words, "--resume", str(folder)])[0]
 
 
@@ -73,3 +74,20 @@ def test_what_would_change_what_is_trained_or_remembered_is_refused(
     with pytest.raises(ConfigError) as caught:
         resumed(tmp_path, before, word)
     assert str(caught.value).startswith(message)
+
+
+def test_cuts_and_the_stages_that_follow_from_them_replace_each_other(tmp_path: Path) -> None:
+    before = {
+        "model.kind": "resnet18",
+        "data.path": "images",
+        "nproc": 3,
+        "pipeline.stages": 3,
+        "pipeline.stages_per_rank": 1,
+        "pipeline.cuts": "layer1,layer2",
+    }
+    same = resumed(tmp_path, before)
+    assert (same.nproc, same.pipeline.stages, same.pipeline.cuts) == (3, 3, "layer1,layer2")
+    for word in ("--nproc=2", "--pipeline.stages=6"):
+        assert resumed(tmp_path, before, word).pipeline.cuts is None
+    other = resumed(tmp_path, before, "--pipeline.cuts=layer3")
+    assert (other.nproc, other.pipeline.stages) == (None, None)

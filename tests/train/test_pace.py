@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
-from thinwire.train import check, model, pace
+from thinwire.train import check, pace
 from thinwire.train.arguments import read_arguments
 from thinwire.train.config import Config
+from thinwire.train.model import Gpt
 
 FIRST, CHANGE = 2144, 1120  # bytes of 2,048 values in int8 and int4
 
@@ -37,7 +37,8 @@ def config(*words: str) -> Config:
     ],
 )
 def test_the_link_takes_as_long_as_the_busiest_direction_of_a_host(words, room, nbytes):
-    assert pace.link_s(config(*words), room) == pytest.approx(8 * 8 * nbytes / 8e6)
+    made = config(*words)
+    assert pace.link_s(made, Gpt(made), room) == pytest.approx(8 * 8 * nbytes / 8e6)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +52,21 @@ def test_the_link_takes_as_long_as_the_busiest_direction_of_a_host(words, room, 
     ],
 )
 def test_a_step_waits_for_the_latencies_of_its_schedule(words, crossings):
-    found = pace.latency_s(config("--link.latency=50ms", *words))
+    made = config("--link.latency=50ms", *words)
+    found = pace.latency_s(made, Gpt(made))
     assert found == pytest.approx(0.05 * crossings)
 
 
 def test_frozen_blocks_are_timed_without_a_backward(monkeypatch):
     made = config("--train.frozen=2", "--pipeline.microbatches=4")
-    stages: list[nn.Module] = [model.build_stage(made.model, k, 2, 0) for k in range(2)]
+    model = Gpt(made)
+    stages = model.stages(range(2))
+    for stage in stages:
+        stage.requires_grad_(True)
     monkeypatch.setattr(pace, "_timed", lambda *_: 0.01)
-    assert pace.compute_s(made, stages, torch.device("cpu")) == pytest.approx(4 * 0.06)
+    assert pace.compute_s(made, model, stages, torch.device("cpu")) == pytest.approx(4 * 0.06)
     stages[0].requires_grad_(False)
-    assert pace.compute_s(made, stages, torch.device("cpu")) == pytest.approx(4 * 0.04)
+    assert pace.compute_s(made, model, stages, torch.device("cpu")) == pytest.approx(4 * 0.04)
 
 
 def test_a_step_takes_the_longest_of_its_parts(monkeypatch):
@@ -69,4 +74,4 @@ def test_a_step_takes_the_longest_of_its_parts(monkeypatch):
     for longest in range(3):
         for k, name in enumerate(("compute_s", "link_s", "latency_s")):
             monkeypatch.setattr(pace, name, lambda *_, s=3.0 if k == longest else 1.0: s)
-        assert pace.least_step_s(made, 1.0, [], torch.device("cpu")) == 3.0
+        assert pace.least_step_s(made, Gpt(made), 1.0, [], torch.device("cpu")) == 3.0

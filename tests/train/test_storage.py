@@ -8,6 +8,7 @@ from thinwire.store.slots import slot_size
 from thinwire.train import check, pace, storage
 from thinwire.train.arguments import read_arguments
 from thinwire.train.config import Config, ConfigError, parse_size
+from thinwire.train.model import Gpt
 from thinwire.train.storage import Need, need_of, sentence, slow_disk, storage_of
 
 ROW = 2048 + 16 * 6  # bytes of 2,048 values in int8
@@ -55,7 +56,7 @@ def test_anything_else_is_refused_by_the_name_of_its_setting(text):
 def test_a_rank_remembers_at_its_ends_of_links(words, ends):
     made = config(*words)
     for rank, count in enumerate(ends):
-        need = need_of(made, rank, 100)
+        need = need_of(made, Gpt(made), rank, 100)
         assert need.ends == count
         assert need.total == 100 * count * ROW
         assert need.step_bytes == 8 * count * ROW
@@ -63,10 +64,10 @@ def test_a_rank_remembers_at_its_ends_of_links(words, ends):
 
 def test_without_a_budget_all_is_in_ram(tmp_path):
     made = config()
-    need = need_of(made, 0, 100)
+    need = need_of(made, Gpt(made), 0, 100)
     kept = storage_of(made, need, tmp_path, 2)
     assert kept == tw.Storage()
-    text = sentence(made, need, kept, [], torch.device("cpu"))
+    text = sentence(made, Gpt(made), need, kept, [], torch.device("cpu"))
     assert text is not None
     assert text.startswith(
         "references: 100 samples at one end of a link, 214 kB a rank. They are in RAM"
@@ -101,12 +102,12 @@ FOLDERS = {  # settings, samples: what is said of them
 def test_what_lies_where_and_how_much_is_written_a_day_is_told(case, tmp_path, monkeypatch):
     words, where = FOLDERS[case]
     made, folder = config(*words.split()), tmp_path / "references"
-    need = need_of(made, 0, 100)
+    need = need_of(made, Gpt(made), 0, 100)
     monkeypatch.setattr(storage, "_free", lambda _: 7 * 10**9)
     monkeypatch.setattr(storage, "available_memory", lambda: None)
     kept = storage_of(made, need, folder, 2)
     monkeypatch.setattr(pace, "least_step_s", lambda *_: 0.1)
-    text = sentence(made, need, kept, [], torch.device("cpu"))
+    text = sentence(made, Gpt(made), need, kept, [], torch.device("cpu"))
     a_day = storage.bytes_text(storage.written_a_step(made, need, kept) * 864_000)
     assert text == (
         "references: 100 samples at one end of a link, 214 kB a rank. "
@@ -141,17 +142,17 @@ def test_a_step_writes_what_does_not_stay_in_ram_and_what_a_checkpoint_lacks(
     words, written, tmp_path
 ):
     made = config(*words.split())
-    need = need_of(made, 0, 100)
+    need = need_of(made, Gpt(made), 0, 100)
     kept = storage_of(made, need, tmp_path, 2)
     assert storage.written_a_step(made, need, kept) == pytest.approx(written)
 
 
 def test_a_disk_of_0_bounds_what_is_remembered_by_ram(tmp_path):
     made = config("--ref.budget=100kb", "--ref.disk=0")
-    need = need_of(made, 0, 100)
+    need = need_of(made, Gpt(made), 0, 100)
     kept = storage_of(made, need, tmp_path, 2)
     assert kept == tw.Storage(100_000)
-    text = sentence(made, need, kept, [], torch.device("cpu"))
+    text = sentence(made, Gpt(made), need, kept, [], torch.device("cpu"))
     assert text is not None
     assert "there is room for 43 % of the samples" in text
 
@@ -160,26 +161,28 @@ def test_a_bound_of_the_disk_counts_wherever_the_references_lie(tmp_path):
     bounds = set()
     for budget in ("none", "100kb", "1gb"):
         made = config(f"--ref.budget={budget}", f"--ref.disk={4 * 50 * SLOT}b")
-        kept = storage_of(made, need_of(made, 0, 100), tmp_path, 2)
+        kept = storage_of(made, need_of(made, Gpt(made), 0, 100), tmp_path, 2)
         bounds.add(kept.capacity)
     assert bounds == {50 * SLOT}
     made = config(f"--ref.disk={4 * 50 * SLOT}b")
-    need = need_of(made, 0, 100)
-    text = sentence(made, need, storage_of(made, need, tmp_path, 2), [], torch.device("cpu"))
+    need = need_of(made, Gpt(made), 0, 100)
+    text = sentence(
+        made, Gpt(made), need, storage_of(made, need, tmp_path, 2), [], torch.device("cpu")
+    )
     assert text is not None
     assert "there is room for 50 % of the samples. They are in RAM" in text
 
 
 def test_without_a_disk_checkpoints_bound_nothing(tmp_path):
     made = config("--ref.disk=0", "--checkpoint.every=5")
-    assert storage_of(made, need_of(made, 0, 100), tmp_path, 2) == tw.Storage()
+    assert storage_of(made, need_of(made, Gpt(made), 0, 100), tmp_path, 2) == tw.Storage()
 
 
 @pytest.mark.parametrize("budget", ["none", "1gb"])
 def test_rows_that_lie_on_disk_are_found_though_all_would_fit_into_ram(budget, tmp_path):
     (tmp_path / "0-forward-0-sender-2304.rows").touch()
     made = config(f"--ref.budget={budget}")
-    kept = storage_of(made, need_of(made, 0, 100), tmp_path, 2)
+    kept = storage_of(made, need_of(made, Gpt(made), 0, 100), tmp_path, 2)
     assert kept.folder == tmp_path
 
 
@@ -195,7 +198,7 @@ def test_rows_that_lie_on_disk_are_found_though_all_would_fit_into_ram(budget, t
 def test_what_does_not_fit_asks_for_the_setting_that_would_help(tmp_path, words, samples, asks):
     made = config(*words)
     with pytest.raises(ConfigError, match=asks):
-        storage_of(made, need_of(made, 0, samples), tmp_path, 2)
+        storage_of(made, need_of(made, Gpt(made), 0, samples), tmp_path, 2)
 
 
 def test_a_disk_that_does_not_keep_up_is_told_with_numbers():
@@ -218,7 +221,11 @@ def summary(**kinds: int):
         ],
         "checkpoints": {"count": 1, "bytes": 3_000_000},
         "references": [],
-        "config": {"ref": {"disk": None}, "plan": {"forward": "delta(int4)"}},
+        "config": {
+            "ref": {"disk": None},
+            "plan": {"forward": "delta(int4)"},
+            "data": {"augment": "none"},
+        },
     }
 
 
@@ -249,8 +256,13 @@ def test_visits_for_which_there_was_no_room_are_told_at_the_end():
 def test_a_disk_without_room_for_a_sample_is_refused(tmp_path):
     made = config(f"--ref.disk={4 * SLOT - 1}b")
     with pytest.raises(ConfigError, match=r"--ref.disk \d+b has room for no sample: one takes"):
-        storage_of(made, need_of(made, 0, 100), tmp_path, 2)
+        storage_of(made, need_of(made, Gpt(made), 0, 100), tmp_path, 2)
 
 
 def test_a_run_that_remembers_nothing_says_nothing():
-    assert sentence(config(), Need(10, 0, 0, 0, 0), tw.Storage(), [], torch.device("cpu")) is None
+    assert (
+        sentence(
+            config(), Gpt(config()), Need(10, 0, 0, 0, 0), tw.Storage(), [], torch.device("cpu")
+        )
+        is None
+    )

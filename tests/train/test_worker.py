@@ -18,7 +18,7 @@ def failed_allocation() -> RuntimeError:
 
 
 def test_a_failed_allocation_is_a_line_that_says_what_was_asked_for() -> None:
-    failure = worker._failure(failed_allocation(), rank=1)
+    failure = worker._failure(failed_allocation(), rank=1, to_lower="--model.dim")
     assert failure["expected"]
     assert failure["message"].startswith("rank 1: out of memory: there is no room for 1,000,000.0")
     assert "lower --model.dim" in failure["message"]
@@ -27,7 +27,7 @@ def test_a_failed_allocation_is_a_line_that_says_what_was_asked_for() -> None:
 def test_a_failed_allocation_is_found_below_the_errors_that_it_led_to() -> None:
     outer = RuntimeError("stage 0 failed in forward")
     outer.__cause__ = failed_allocation()
-    assert "out of memory" in worker._failure(outer, rank=0)["message"]
+    assert "out of memory" in worker._failure(outer, 0, "--model.dim")["message"]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(8, 4), (2, 1), (1, 1)])

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.bench import OPS, ROW
 from thinwire.spec import names, nearest
-from thinwire.train.arguments import Parser
-from thinwire.train.config import ConfigError
+from thinwire.train import extend
+from thinwire.train.config import PLUGIN_HELP, ConfigError
+from thinwire.train.parser import Parser
 
 if TYPE_CHECKING:
     from thinwire.codecs import Codec
@@ -31,6 +32,7 @@ _OPTIONS = {
     "--quick": "4M values and few rounds: less than a minute",
     "--sizes": f"numbers of values, as 64K or 4M (default {_SIZES})",
     "--codecs": "codecs, as int4,int4:group=1024 (default: the usual ones)",
+    "--plugin": PLUGIN_HELP,
     "--ops": f"operations to measure (default {','.join(OPS)})",
     "--rounds": f"rounds, in each of which an operation runs once (default {_ROUNDS})",
     "--threads": "torch's threads; above 1 wall-clock time is measured (default 1)",
@@ -53,6 +55,7 @@ class Options:
 
     sizes: tuple[int, ...]
     codecs: str | None
+    plugins: tuple[str, ...]
     ops: tuple[str, ...]
     rounds: int
     threads: int
@@ -90,6 +93,7 @@ def read_options(arguments: Sequence[str]) -> Options:
     return Options(
         tuple(dict.fromkeys(_size(text) for text in sizes.split(","))),
         given.codecs,
+        tuple(given.plugin or ()),
         OPS if given.ops is None else _ops(given.ops),
         _number("--rounds", rounds, _MOST_ROUNDS),
         _number("--threads", given.threads or "1", _MOST_THREADS),
@@ -110,6 +114,8 @@ def _parser() -> Parser:
     for name, text in _OPTIONS.items():
         if name in ("--quick", "--json"):
             parser.add_argument(name, action="store_true", help=text)
+        elif name == "--plugin":
+            parser.add_argument(name, action="append", metavar="FILE", help=text)
         else:
             parser.add_argument(name, metavar="VALUE", help=text)
     return parser
@@ -168,6 +174,7 @@ def _named(text: str, known: Sequence[str]) -> list[str]:
 
 def measure(options: Options) -> int:
     """Measure, show the table, and write what was asked for; returns the exit code."""
+    extend.load(options.plugins)
     from thinwire.bench import report, timing
     from thinwire.bench import run as benchmark
     from thinwire.native import library

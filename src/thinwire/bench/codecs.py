@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.bench import ROW
 from thinwire.codecs import Codec, codec
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.tensors import OfTensors
 from thinwire.codecs.topk import TopK
 from thinwire.native import IntegerFormat, delta_reference, kernels, library, row_nbytes
 from thinwire.native.delta_reference import Kept
@@ -67,7 +68,8 @@ class Case:
     def level(self) -> str:
         """The instruction set of the kernel that runs; "eager" for plain torch operations."""
         by_rows = type(self.codec)._encode_all is Codec._encode_all
-        return library.EAGER if by_rows else library.level()
+        plain = by_rows or isinstance(self.codec, OfTensors)
+        return library.EAGER if plain else library.level()
 
 
 def group_of(coder: Codec) -> int | None:

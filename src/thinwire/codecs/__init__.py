@@ -17,12 +17,13 @@ from thinwire.codecs import (  # noqa: F401  each registers its names
     topk,
 )
 from thinwire.codecs.base import Codec
+from thinwire.codecs.tensors import Bits, Ragged, TensorCodec
 from thinwire.errors import SpecError
 from thinwire.spec import parse, register
 
-__all__ = ["Codec", "codec", "ops", "register_codec"]
+__all__ = ["Bits", "Codec", "Ragged", "TensorCodec", "codec", "ops", "register_codec"]
 
-T = TypeVar("T", bound=Codec)
+T = TypeVar("T", bound=Codec | TensorCodec)
 
 
 def codec(spec: str) -> Codec:
@@ -40,7 +41,16 @@ def codec(spec: str) -> Codec:
 def register_codec(name: str, **preset: Any) -> Callable[[type[T]], type[T]]:
     """Class decorator that makes a user's codec reachable by name.
 
-    The class is a frozen dataclass derived from ``thinwire.Codec`` with ``row_nbytes``,
-    ``_encode_rows`` and ``_decode_rows``; its fields become the options of the spec string.
+    The class is a frozen dataclass derived from ``thinwire.TensorCodec``, with ``encode`` and
+    ``decode``, or from ``thinwire.Codec``, with ``row_nbytes``, ``_encode_rows`` and
+    ``_decode_rows``; its fields become the options of the spec string. ``preset`` fixes some of
+    them. Raises ValueError on a name that is taken and on a class that is no such.
     """
-    return register("codec", name, **preset)
+    add = register("codec", name, **preset)
+
+    def add_codec(cls: type[T]) -> type[T]:
+        if not issubclass(cls, Codec | TensorCodec):
+            raise ValueError(f"{cls.__name__} is derived from neither tw.TensorCodec nor tw.Codec")
+        return add(cls)
+
+    return add_codec

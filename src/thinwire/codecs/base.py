@@ -51,26 +51,32 @@ class Codec(Named):
         return False
 
     @property
+    def sparse(self) -> bool:
+        """Whether it sets some of the values to zero, and leaves the others."""
+        return False
+
+    @property
     def alone(self) -> bool:
         """Whether its payloads can be decoded by themselves."""
         return True
-
-    @property
-    def together(self) -> bool:
-        """Whether rows are coded together: a row's bytes depend on the others'."""
-        return False
 
     @property
     def fixed_size(self) -> bool:
         """Whether the size of a row's bytes depends on its length and dtype alone."""
         return True
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether a row's bytes follow from that row, its length and its seed alone."""
+        return True
+
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """Bytes of one encoded row of ``n`` values of ``dtype``; the most, if not fixed_size.
+        """Bytes of one encoded row of ``n`` values of ``dtype``; the most, if not fixed_size."""
 
-        Never less than that of a shorter row.
-        """
+    def most_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        """The most bytes of a row of up to ``n`` values: for codecs that take more for fewer."""
+        return self.row_nbytes(n, dtype)
 
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         """``x`` [rows, n] contiguous into ``out`` [rows, row_nbytes] uint8; False: not codable."""
@@ -133,7 +139,7 @@ class Codec(Named):
             raise ValueError(f"codec {self} takes floating-point tensors, not {dtype}; use raw")
 
     def max_nbytes(self, shape: Sequence[int], dtype: torch.dtype, rows: int | None = None) -> int:
-        """The most bytes that ``encode`` yields for a tensor of this shape and dtype."""
+        """The most bytes that ``encode`` yields for whole rows of this shape and dtype."""
         count, n = layout(shape, rows)
         return count * self.row_nbytes(n, dtype)
 

@@ -112,6 +112,10 @@ class Integer(Codec):
     def fixed_size(self) -> bool:
         return not self.zstd
 
+    @property
+    def rowwise(self) -> bool:
+        return not self.zstd
+
     @functools.cached_property
     def format(self) -> native.IntegerFormat:
         """What the kernels need to know."""

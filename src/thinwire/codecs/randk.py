@@ -38,6 +38,10 @@ class RandK(Codec):
         return shares.values_of("randk", self.share)
 
     @property
+    def sparse(self) -> bool:
+        return shares.fraction(self.share) < 1
+
+    @property
     def stochastic(self) -> bool:
         return True
 
@@ -47,6 +51,9 @@ class RandK(Codec):
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         return _SEED_BYTES + self.values.row_nbytes(self.kept(n), dtype) if n else 0
+
+    def most_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        return _SEED_BYTES + self.values.most_row_nbytes(self.kept(n), dtype) if n else 0
 
     def _encode_rows(self, x: Tensor, seeds: Tensor, out: Tensor) -> bool:
         if x.numel() == 0:

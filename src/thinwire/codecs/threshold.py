@@ -59,6 +59,10 @@ class Threshold(Codec):
         return shares.fraction(self.factor)
 
     @property
+    def sparse(self) -> bool:
+        return True
+
+    @property
     def stochastic(self) -> bool:
         return self.values.stochastic
 

@@ -46,6 +46,11 @@ class Tile(Codec):
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         return tile.row_nbytes(n, self.format)
 
+    def most_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        # a short tile has no share in the bits that scales cost
+        short = max(0, n // tile.TILE * tile.TILE - 1)
+        return max(self.row_nbytes(n, dtype), self.row_nbytes(short, dtype))
+
     def _encode_all(
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:

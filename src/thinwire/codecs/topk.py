@@ -50,6 +50,10 @@ class TopK(Codec):
         return shares.fraction(self.share)
 
     @property
+    def sparse(self) -> bool:
+        return self.fraction < 1
+
+    @property
     def alone(self) -> bool:
         return self.mask == "own"
 
@@ -78,8 +82,14 @@ class TopK(Codec):
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)
-        positions = topk.positions_max_nbytes(n, k, topk.modulus(self.fraction))
-        return self.values.row_nbytes(k, carrier(dtype)) + positions
+        return self.values.row_nbytes(k, carrier(dtype)) + self._most_positions(n, k)
+
+    def most_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
+        k = self.kept(n)
+        return self.values.most_row_nbytes(k, carrier(dtype)) + self._most_positions(n, k)
+
+    def _most_positions(self, n: int, k: int) -> int:
+        return topk.positions_max_nbytes(n, k, topk.modulus(self.fraction))
 
     def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)

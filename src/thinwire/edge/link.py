@@ -115,7 +115,10 @@ class Link(ABC):
                 state = self.states[boundary.index]
                 shapes = [boundary.shape_for(mb.rows, plan.seq_len) for mb in plan.microbatches]
                 visits = [self.visit(boundary, k, shape) for k, shape in enumerate(shapes)]
-                state.begin_step(visits, plan.dense)
+                if plan.dense:
+                    state.begin_step(visits, dense=True)
+                else:  # somebody's scheme need not know of the other
+                    state.begin_step(visits)
                 if len(self.boundaries) == 1:
                     self.resting = self._at_rest(state)
                     if self.device.type == "cpu":
@@ -207,18 +210,18 @@ class Link(ABC):
         return self._most[known]
 
     def _max_bytes(self, rows: int) -> int:
-        scheme = self.active_scheme()
         total = self.head_bytes(rows) + frame.CHECKSUM_BYTES
-        for boundary in self.boundaries:
-            if not self.travels(boundary):
-                continue
-            shape = boundary.shape_for(rows, self.plan.seq_len)
-            # the other end may use a wider dtype than this one
-            raw = math.prod(shape) * max(8, boundary.dtype.itemsize)
-            if boundary.coded and scheme != Value(RAW) and not self.plan.dense:
-                raw = rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
-            total += raw
+        total += sum(self.max_payload(b, rows) for b in self.boundaries if self.travels(b))
         return max(total, _MIN_RECEIVE)
+
+    def max_payload(self, boundary: Boundary, rows: int) -> int:
+        """The most bytes of a tensor of a micro-batch of ``rows`` rows."""
+        scheme = self.active_scheme()
+        shape = boundary.shape_for(rows, self.plan.seq_len)
+        if boundary.coded and scheme != Value(RAW) and not self.plan.dense:
+            return rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
+        # the other end may use a wider dtype than this one
+        return math.prod(shape) * max(8, boundary.dtype.itemsize)
 
     def head_bytes(self, rows: int) -> int:
         """The most bytes before the payloads of a message."""

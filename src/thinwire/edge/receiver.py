@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
 from thinwire.edge.link import Link
+from thinwire.edge.returned import fault_of_tensor
 from thinwire.errors import FrameError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Handle, TransportError
@@ -149,6 +150,10 @@ class LinkReceiver(Link):
             if len(sections) != 1 or head.codec != "raw" or head.kind != Kind.VALUE:
                 raise FrameError(f"boundary tensor {boundary.index} should travel as it is")
             return RAW.decode(head.payload, shape, head.dtype).to(boundary.dtype)
-        visit = self.visit(boundary, microbatch, shape)
-        state = self.states[boundary.index] if self.plan.train else self.active_scheme().receiver()
-        return state.decode(sections, microbatch, visit).to(boundary.dtype)
+        visit, scheme = self.visit(boundary, microbatch, shape), self.active_scheme()
+        state = self.states[boundary.index] if self.plan.train else scheme.receiver()
+        y = state.decode(sections, microbatch, visit)
+        fault = fault_of_tensor(y, shape)
+        if fault is not None:
+            raise ValueError(f"scheme {scheme}: {fault}")
+        return y.to(boundary.dtype)

@@ -16,6 +16,7 @@ from thinwire.boundary import Boundary, StepPlan
 from thinwire.counters import LinkCounters, Tally
 from thinwire.edge.fidelity import Fidelity
 from thinwire.edge.link import Link
+from thinwire.edge.returned import fault_of_sections
 from thinwire.errors import NonFiniteError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Message, TransportError
@@ -206,13 +207,20 @@ class LinkSender(Link):
         if isinstance(scheme, Value) and scheme.codec == RAW and self.plan.train:
             check_finite(x, scheme, visit.valid)
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
-        sections = state.encode(x, microbatch, visit, out)
+        found = state.encode(x, microbatch, visit, out)
+        most = self.max_payload(boundary, len(visit.lengths))
+        fault = fault_of_sections(found, x.shape, most)
+        if fault is not None:
+            raise ValueError(
+                f"{self.names.here}: scheme {scheme}, {self.what} of micro-batch {microbatch}, "
+                f"step {self.plan.step}: {fault}"
+            )
         if self.fidelity is not None and state.sent is not None:
             start = time.thread_time()
             self.fidelity.add(x, state.sent, visit.valid)
             state.sent = None
             self.timers.encode_s -= time.thread_time() - start  # it belongs to no codec
-        return sections
+        return found
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
         """Tensor values that a section carries (padding left out)."""

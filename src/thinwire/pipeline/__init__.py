@@ -6,7 +6,7 @@ from thinwire.pipeline.engine import (
     check_microbatches,
     stages_of_rank,
 )
-from thinwire.pipeline.loss import TokenLoss
+from thinwire.pipeline.loss import ClassLoss, TokenLoss
 from thinwire.pipeline.pipeline import EvalResult, Pipeline, StepResult
 from thinwire.pipeline.plan import OFF, Plan, default_forward
 from thinwire.pipeline.remembered import Storage
@@ -15,6 +15,7 @@ from thinwire.pipeline.stage import PipelineStage
 __all__ = [
     "OFF",
     "SCHEDULES",
+    "ClassLoss",
     "EvalResult",
     "Pipeline",
     "PipelineStage",

@@ -97,9 +97,9 @@ def compare(
     )
     control.run = found[0]["run"]
     by_stage = _check(found, num_stages, ["plan", *settings])
-    declared = by_stage[0][0][0]["shape"]
-    max_rows = declared[0] if declared else 1
-    max_len = declared[1] if len(declared) > 1 else None
+    first = by_stage[0][0][0]
+    max_rows = first["shape"][0] if first["shape"] else 1
+    max_len = _longest(first["shape"], first["dtype"])
     for stage in stages:
         stage.inputs = [_mark(b, max_rows, max_len) for b in stage.inputs]
         stage.outputs = [_mark(b, max_rows, max_len) for b in stage.outputs]
@@ -155,6 +155,16 @@ def _check_edge(edge: int, outputs: list[Any], inputs: list[Any]) -> None:
                     f"{where}, tensor {index}: output_args has {key} {out[key]}, "
                     f"input_args {into[key]}"
                 )
+
+
+def _longest(shape: Sequence[int], dtype: str) -> int | None:
+    """The longest sequence, where the first stage's input is declared as [rows, positions, …].
+
+    None where it has none: the second dimension of images [rows, channels, height, width] are
+    their channels, whatever is as long somewhere behind them.
+    """
+    is_image = len(shape) >= 4 and getattr(torch, dtype.removeprefix("torch.")).is_floating_point
+    return None if len(shape) < 2 or is_image else shape[1]
 
 
 def _mark(boundary: Boundary, max_rows: int, max_len: int | None) -> Boundary:

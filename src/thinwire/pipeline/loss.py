@@ -1,4 +1,4 @@
-"""The training loss: a sum over valid tokens divided by their number in the whole batch."""
+"""The training loss: a sum over valid tokens, or labels, over their number in the whole batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenLoss:
         return int((target != self.ignore_index).sum())
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """``output`` [rows, T, V] logits, ``target`` [rows, T] int64; returns a scalar."""
+        """``output`` [rows, …, V] logits, ``target`` [rows, …] int64; returns a scalar."""
         total = torch.nn.functional.cross_entropy(
             output.reshape(-1, output.shape[-1]).float(),
             target.reshape(-1),
@@ -31,3 +31,18 @@ class TokenLoss:
             reduction="sum",
         )
         return total / max(self.count, 1)
+
+
+class ClassLoss(TokenLoss):
+    """``TokenLoss`` of one label a row, which in evaluation counts the right predictions too."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__(ignore_index)
+        self.correct = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """``output`` [rows, classes] logits, ``target`` [rows] int64; returns a scalar."""
+        if not torch.is_grad_enabled():
+            # a row that doesn't count has a target that is no class
+            self.correct += int((output.argmax(-1) == target).sum())
+        return super().__call__(output, target)

@@ -35,7 +35,7 @@ from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ran
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures, reason_of
 from thinwire.pipeline.frozen import Frozen
-from thinwire.pipeline.loss import TokenLoss
+from thinwire.pipeline.loss import ClassLoss, TokenLoss
 from thinwire.pipeline.plan import Plan, Schemes
 from thinwire.pipeline.remembered import Remembered, Storage
 from thinwire.pipeline.request import Request
@@ -63,11 +63,13 @@ class StepResult:
 class EvalResult:
     """Sum of the loss over valid tokens, and their number; equal on all ranks.
 
-    Under another loss than TokenLoss: its mean over micro-batches, and 0.
+    Under another loss than TokenLoss: its mean over micro-batches, and 0. ``correct``: the right
+    predictions among them, under a ClassLoss.
     """
 
     loss_sum: float
     tokens: int
+    correct: int | None = None
 
     @property
     def loss(self) -> float:
@@ -302,9 +304,16 @@ class Pipeline:
             finally:
                 for module, mode in modes:  # one by one: users switch parts of a stage off
                     module.training = mode
-            found = self._control.gather_result([self._total(losses), self._tokens(target)])
+            told = [self._total(losses), self._tokens(target)]
+            told += [self._loss.correct] if isinstance(self._loss, ClassLoss) else []
+            found = self._control.gather_result(told)
             self._settle()
-        return EvalResult(math.fsum(f[0] for f in found), sum(f[1] for f in found))
+        correct = [f[2] for f in found if len(f) > 2]
+        return EvalResult(
+            math.fsum(f[0] for f in found),
+            sum(f[1] for f in found),
+            sum(correct) if correct else None,
+        )
 
     def _total(self, losses: list[float]) -> float:
         """The batch's loss: TokenLoss divides by the batch's tokens, others are averaged."""
@@ -319,6 +328,8 @@ class Pipeline:
         """Run the schedule; the micro-batches' losses, where the last stage is."""
         if isinstance(self._loss, TokenLoss) and target is not None:
             self._loss.count = self._loss.tokens(target) if plan.train else 1
+        if isinstance(self._loss, ClassLoss):
+            self._loss.correct = 0
         self._begin(plan)
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {"return_outputs": False}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from thinwire.codecs import Codec
 from thinwire.codecs.topk import TopK
 from thinwire.schemes.base import Foreseen, Receiver, Scheme, Sender, Visit
@@ -10,7 +13,7 @@ from thinwire.schemes.ef21 import EF21
 from thinwire.schemes.feedback import ErrorFeedback, MixedFeedback
 from thinwire.schemes.mask import SharedMask
 from thinwire.schemes.value import Value
-from thinwire.spec import parse
+from thinwire.spec import parse, register
 
 __all__ = [
     "EF21",
@@ -25,8 +28,11 @@ __all__ = [
     "Value",
     "Visit",
     "parse",
+    "register_scheme",
     "scheme",
 ]
+
+T = TypeVar("T", bound=Scheme)
 
 
 def scheme(spec: str) -> Scheme:
@@ -38,3 +44,21 @@ def scheme(spec: str) -> Scheme:
     if isinstance(value, TopK) and value.mask == "shared":
         return SharedMask(value)
     return Value(value) if isinstance(value, Codec) else value
+
+
+def register_scheme(name: str, **preset: Any) -> Callable[[type[T]], type[T]]:
+    """Class decorator that makes a user's scheme reachable by name.
+
+    The class is a frozen dataclass derived from ``thinwire.Scheme`` with ``sender``, ``receiver``,
+    ``stateless`` and ``row_nbytes``; its fields become the arguments of the spec string, a field of
+    type ``thinwire.Codec`` the spec of a codec. ``preset`` fixes some of them. Raises ValueError on
+    a name that is taken and on a class that is no such.
+    """
+    add = register("scheme", name, **preset)
+
+    def add_scheme(cls: type[T]) -> type[T]:
+        if not issubclass(cls, Scheme):
+            raise ValueError(f"{cls.__name__} is not derived from tw.Scheme")
+        return add(cls)
+
+    return add_scheme

@@ -247,6 +247,11 @@ class Scheme(Named):
         return self.keyed is not None and self.needs_keys and self.keyed.shared
 
     @property
+    def sparse(self) -> bool:
+        """Whether the receiver computes on a tensor of which values were set to zero."""
+        return False
+
+    @property
     def stochastic(self) -> bool:
         """Whether a codec of it draws noise, and visits need their seeds."""
         return False
@@ -265,7 +270,7 @@ class Scheme(Named):
 
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        """The most payload bytes of a row of ``n`` values."""
+        """The most payload bytes of a row of up to ``n`` values."""
 
 
 def expect_sections(

@@ -82,4 +82,4 @@ class Delta(Scheme):
         return Value(self.first)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return max(c.row_nbytes(n, torch.float32) for c in self._codecs)
+        return max(c.most_row_nbytes(n, torch.float32) for c in self._codecs)

@@ -60,4 +60,4 @@ class EF21(Scheme):
         return Value(FIRST_VISIT)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self.change.row_nbytes(n, torch.float32)
+        return self.change.most_row_nbytes(n, torch.float32)

@@ -63,6 +63,10 @@ class Feedback(Scheme):
         return Keyed(self.key, shared=False, kept=self.residual)
 
     @property
+    def sparse(self) -> bool:
+        return self.codec.sparse
+
+    @property
     def stochastic(self) -> bool:
         return self.codec.stochastic
 
@@ -86,7 +90,7 @@ class ErrorFeedback(Feedback):
         return ValueReceiver(self.codec)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self.codec.row_nbytes(n, dtype)
+        return self.codec.most_row_nbytes(n, dtype)
 
 
 @register("scheme", "efmixed")
@@ -112,7 +116,7 @@ class MixedFeedback(Feedback):
         return _MixedReceiver(self)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return max(self.codec.row_nbytes(n, dtype), 2 * self.half.row_nbytes(n, dtype))
+        return max(self.codec.most_row_nbytes(n, dtype), 2 * self.half.most_row_nbytes(n, dtype))
 
 
 class _FeedbackSender(Sender):

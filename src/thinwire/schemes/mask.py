@@ -59,7 +59,7 @@ class SharedMask(Scheme):
         return Value(self.own)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self.codec.values.row_nbytes(self.codec.kept(n), dtype)
+        return self.codec.values.most_row_nbytes(self.codec.kept(n), dtype)
 
 
 class MaskEnd(End):

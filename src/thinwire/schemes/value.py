@@ -43,6 +43,10 @@ class Value(Scheme):
         return self.codec.stochastic
 
     @property
+    def sparse(self) -> bool:
+        return self.codec.sparse
+
+    @property
     def support(self) -> TopK | None:
         return self.codec if isinstance(self.codec, TopK) else None
 
@@ -56,7 +60,7 @@ class Value(Scheme):
         return self
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self.codec.row_nbytes(n, dtype)
+        return self.codec.most_row_nbytes(n, dtype)
 
 
 class _ValueEnd(End):

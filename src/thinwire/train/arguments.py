@@ -1,6 +1,7 @@
 """The words after ``thinwire``: read into a configuration, or refused in one line.
 
-Those after ``thinwire bench`` are read by ``thinwire.bench.arguments``.
+Those after ``thinwire bench`` are read by ``thinwire.bench.arguments``, those after ``thinwire
+check`` by ``thinwire.contract.arguments``.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 from thinwire.spec import nearest
 from thinwire.train import config as configuration
-from thinwire.train import launch, override
+from thinwire.train import launch, override, spelling
+from thinwire.train.asked import read_eval, read_recalibrate
 from thinwire.train.config import Config, ConfigError, Setting
+from thinwire.train.parser import Parser
 from thinwire.train.words import typed
 
 _EXAMPLES = """examples:
@@ -23,22 +25,21 @@ _EXAMPLES = """examples:
   thinwire train --quick                            the same in some seconds
   thinwire train --compare                          also uncompressed and in bf16
   thinwire train run.toml --forward 'delta(int2)' --link.rate 30mbit
+  thinwire train --model.kind resnet8 --data.path mnist/ --pipeline.cuts layer1,layer2
   thinwire train --resume runs/one                  go on with a run that was stopped or killed
   torchrun --nproc-per-node 2 -m thinwire train run.toml
 """
+_NAMES = {configuration.LANGUAGE: "gpt", configuration.VISION: "resnets"}  # as options call tasks
 _COMMANDS = {
     "train": "train a model in pipeline stages whose links are compressed",
+    "eval": "evaluate a run with its codecs on the links, without, or with others",
+    "recalibrate": "estimate the statistics of a run's batch normalizations anew",
+    "study": "compare plans over seeds, and tell it in one table",
     "inspect": "show what a run folder tells: progress, checkpoints, traffic",
+    "check": "check codecs and schemes, your own too, against all that is asked of one",
     "bench": "measure what the codecs cost on this machine: thinwire bench codecs",
     "selftest": "check that this machine computes the same bytes as all others",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but for its usage dump: errors become ``ConfigError``."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def run(arguments: list[str]) -> int:
@@ -63,6 +64,10 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"unknown option '{rest[0]}'{nearest(rest[0], ('--help', '--version'))}")
     if options.command == "train":
         return launch.train(*read_train(arguments[1:]))
+    if options.command == "eval":
+        return launch.evaluate(*read_eval(arguments[1:]))
+    if options.command == "recalibrate":
+        return launch.evaluate(*read_recalibrate(arguments[1:]))
     if options.command == "inspect":
         folder, as_json = read_inspect(arguments[1:])
         from thinwire.train.inspection import inspect
@@ -92,9 +97,12 @@ def read_train(arguments: Sequence[str]) -> tuple[Config, Path | None]:
         raise ConfigError(_unknown(unknown[0], known))
     given = vars(options)
     path, run = given.pop("config", None), given.pop("resume", None)
-    values = {name: configuration.from_text(known[name], text) for name, text in given.items()}
+    values = {
+        name: tuple(found) if known[name].repeated else spelling.from_text(known[name], found)
+        for name, found in given.items()
+    }
     if run is None:
-        read = configuration.read_toml(Path(path)) if path else {}
+        read = spelling.read_toml(Path(path)) if path else {}
         if "train.epochs" in values:  # else the file's steps would go on replacing them
             read.pop("train.steps", None)
         return configuration.build(read | values), None
@@ -145,6 +153,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
             *flags,
             f"--{name}",
             dest=name,
+            action="append" if entry.repeated else "store",
             metavar="VALUE" if entry.kind is not bool else "true|false",
             help=_help(entry),
         )
@@ -154,8 +163,10 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
 def _help(entry: Setting) -> str:
     default = typed(entry.default)
     choices = f"; one of {', '.join(entry.choices)}" if entry.choices else ""
-    shown = "" if entry.default is None else f" (default {default})"
-    return f"{entry.help}{choices}{shown}".replace("%", "%%")
+    others = [f", with {_NAMES.get(n, n)} {typed(v)}" for n, v in entry.otherwise.items()]
+    shown = "" if entry.default in (None, ()) else f" (default {default}{''.join(others)})"
+    only = "" if entry.task is None else f"{_NAMES[entry.task]}: "
+    return f"{only}{entry.help}{choices}{shown}".replace("%", "%%")
 
 
 def _joined(arguments: Sequence[str], known: dict[str, Setting]) -> list[str]:

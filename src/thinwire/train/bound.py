@@ -13,6 +13,7 @@ from typing import Any
 
 from thinwire.train.config import Config, link_latency, link_rate
 from thinwire.train.latency import crossings, waits_for_gradients
+from thinwire.train.tasks import task_of
 
 _NARROWER = (6, 4, 3, 2)  # bits to try next, one after the other
 
@@ -105,7 +106,7 @@ def _for_link(links: list[dict[str, Any]], config: Config) -> str:
         return "--forward 'delta(int4)'" if direction == "forward" else "--backward int8"
     fewer = [bits for bits in _NARROWER if bits < int(found.group(1))]
     if not fewer:  # nothing narrower: give the link more compute to hide behind
-        return f"--model.layers {2 * config.model.layers}"
+        return task_of(config).more_compute(config)
     narrower = spec[: found.start(1)] + str(fewer[0]) + spec[found.end(1) :]
     return f"--{direction} '{narrower}'" if "(" in narrower else f"--{direction} {narrower}"
 
@@ -125,7 +126,9 @@ def _for_compute(costs: StepCosts, links: list[dict[str, Any]], config: Config) 
     cores = os.cpu_count() or 1
     if config.link.transport == "memory" and 1 < stages <= cores and config.device == "cpu":
         return f"--link.transport gloo --nproc {stages}"
-    more = config.device == "cpu" and cores >= 2 * nproc and config.model.layers >= 2 * stages
+    task = task_of(config)
+    can_be_cut = config.pipeline.cuts is None and task.blocks(config) >= 2 * stages
+    more = config.device == "cpu" and cores >= 2 * nproc and can_be_cut
     if more and config.link.transport == "gloo":
         return f"--nproc {2 * nproc}"
     if not links and nproc > 1:  # torch's own operations on all edges
@@ -133,7 +136,8 @@ def _for_compute(costs: StepCosts, links: list[dict[str, Any]], config: Config) 
     rate = link_rate(config.link)
     if rate is None or not links:  # more micro-batches: less of the step filling and draining
         parts = 2 * config.pipeline.microbatches
-        larger = f" --train.batch {2 * config.train.batch}" if parts > config.train.batch else ""
+        least = task.least_rows * parts
+        larger = f" --train.batch {2 * config.train.batch}" if least > config.train.batch else ""
         return f"--pipeline.microbatches {parts}{larger}"
     # the rate at which the link would take as long as compute
     enough = max(1.0, rate * costs.link_ms / costs.compute_ms / 1e3)

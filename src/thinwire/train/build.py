@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.train import data, disk, model, pace, storage
+from thinwire.train import disk, pace, storage
+from thinwire.train.batches import Batch, Samples, Split, steps_per_epoch
 from thinwire.train.config import (
     BY_EPOCHS,
     Config,
-    ConfigError,
     TrainConfig,
     link_latency,
     link_rate,
 )
-from thinwire.train.words import counted
-
-QUICK_TRAIN, QUICK_VALIDATION = 256, 64  # samples that --quick uses
+from thinwire.train.stage import Stage
+from thinwire.train.task import Data, Model, Task
+from thinwire.train.tasks import task_of
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,26 @@ class Run:
 
     config: Config
     place: Place
-    training: data.Samples
-    validation: data.Samples
-    stages: list[model.Stage]
+    task: Task
+    data: Data
+    samples: Split
+    model: Model
+    stages: list[Stage]
     pipeline: tw.Pipeline
     optimizer: torch.optim.Optimizer
     busy_s: Callable[[], float] | None  # how long the emulated link was busy sending
-    text_sha256: str
     remembered: str | None  # what this rank will remember, and where
 
     @property
-    def steps_per_epoch(self) -> int:
-        config = self.config
-        return data.steps_per_epoch(
-            len(self.training), config.train.batch, config.pipeline.microbatches
-        )
+    def least(self) -> int:
+        """The samples of the smallest batch that is trained on."""
+        return self.task.least_rows * self.config.pipeline.microbatches
 
-    def sized(self, batch: data.Batch, samples: data.Samples) -> data.Batch:
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(len(self.samples.training), self.config.train.batch, self.least)
+
+    def sized(self, batch: Batch, samples: Samples) -> Batch:
         """``batch`` as it goes into the pipeline: full size where edges are torch's own.
 
         Those take one shape only, that of a full batch in equal micro-batches.
@@ -78,77 +81,67 @@ class Run:
         return math.ceil(self.steps / self.steps_per_epoch)
 
 
-def planned(
-    config: Config, text: data.Text, say: Callable[[str], None] = lambda line: None
-) -> Config:
+def planned(config: Config, data: Data, say: Callable[[str], None] = lambda line: None) -> Config:
     """``config`` with the forward scheme that suits the number of epochs, if none was chosen.
 
     ``say`` is told which, and why.
     """
     if config.plan.forward != BY_EPOCHS:
         return config
-    training, _ = cut(config, text)
-    parts = config.pipeline.microbatches
-    epoch = max(1, data.steps_per_epoch(len(training), config.train.batch, parts))
+    task = task_of(config)
+    training = task.split(config, data).training
+    least = task.least_rows * config.pipeline.microbatches
+    epoch = max(1, steps_per_epoch(len(training), config.train.batch, least))
     epochs = config.train.epochs if config.train.steps is None else config.train.steps / epoch
-    forward = tw.default_forward(epochs, resting=may_rest(config))
+    visits = epochs / training.variants if training.variants else 1
+    forward = tw.default_forward(visits, resting=may_rest(config, task.model(config, data)))
     why = "1 epoch is planned" if epochs == 1 else f"{epochs:.3g} epochs are planned"
-    if forward != tw.default_forward(epochs):
+    if training.variants > 1:
+        why += f", each with one of {training.variants} variants of a sample"
+    elif not training.variants:
+        why = "no sample ever comes again: each epoch has new variants of all"
+    if forward != tw.default_forward(visits):
         why += " and frozen stages can rest"
     say(f"forward {forward}, since {why}")
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, forward=forward))
 
 
-def may_rest(config: Config) -> bool:
+def may_rest(config: Config, model: Model) -> bool:
     """Whether stages that are frozen as a whole can rest, where the next link's end remembers."""
-    if config.model.dropout or not config.pipeline.skip_frozen:
+    if model.draws or not config.pipeline.skip_frozen:
         return False
-    frozen, stages = config.train.frozen, config.num_stages
-    return any(
-        not model.learns(config.model, link.edge, stages, frozen) for link in pace.links_of(config)
-    )
+    return any(not model.has_gradients(link.edge) for link in pace.links_of(config))
 
 
-def build(
-    config: Config, text: data.Text, place: Place, own: Path, is_on_disk: bool = False
-) -> Run:
-    """Cut the text, and build this rank's stages, its pipeline and its optimizer.
+def build(config: Config, data: Data, place: Place, own: Path, is_on_disk: bool = False) -> Run:
+    """Cut the data into samples, and build this rank's stages, its pipeline and its optimizer.
 
     ``own``: the folder of this rank alone, which need not be there yet. ``is_on_disk``: a resumed
     run has rows of references elsewhere, which will be brought here.
     """
-    training, validation = cut(config, text)
-    if len(training) < config.pipeline.microbatches:
-        raise ConfigError(
-            f"{text.source}: {counted(len(training), 'sample')} of training text, fewer than the "
-            f"{config.pipeline.microbatches} micro-batches of a step; give more text or lower "
-            "--model.context"
-        )
-    need = storage.need_of(config, place.rank, len(training))
+    task = task_of(config)
+    samples, model = task.split(config, data), task.model(config, data)
+    task.check_samples(config, data, len(samples.training))
+    count, variants = len(samples.training), samples.training.variants
+    need = storage.need_of(config, model, place.rank, count, variants)
     kept = storage.storage_of(
         config, need, own / disk.REFERENCES, place.local_world_size, is_on_disk
     )
     transport, busy_s = build_transport(config)
-    stages = build_stages(config, place)
+    stages = build_stages(config, model, place)
     return Run(
         config,
         place,
-        training,
-        validation,
+        task,
+        data,
+        samples,
+        model,
         stages,
-        build_pipeline(config, place, stages, transport, kept),
+        build_pipeline(config, place, task, model, stages, transport, kept),
         build_optimizer(config.train, stages),
         busy_s,
-        text.sha256,
-        storage.sentence(config, need, kept, stages, place.device),
+        storage.sentence(config, model, need, kept, stages, place.device),
     )
-
-
-def cut(config: Config, text: data.Text) -> tuple[data.Samples, data.Samples]:
-    """Training and validation samples; the first few of them with ``--quick``."""
-    limits = (QUICK_TRAIN, QUICK_VALIDATION) if config.train.quick else (None, None)
-    training = data.Samples(text.train, config.model.context, limits[0])
-    return training, data.Samples(text.validation, config.model.context, limits[1])
 
 
 def build_transport(config: Config) -> tuple[tw.Transport, Callable[[], float] | None]:
@@ -165,26 +158,20 @@ def build_transport(config: Config) -> tuple[tw.Transport, Callable[[], float] |
     return emulated, lambda: max(host.busy_seconds for host in hosts)
 
 
-def build_stages(config: Config, place: Place) -> list[model.Stage]:
+def build_stages(config: Config, model: Model, place: Place) -> list[Stage]:
     """This rank's stages on its device, with the weights that any other split would start from."""
     indices = tw.stages_of_rank(
         config.pipeline.schedule, place.rank, place.world_size, config.num_stages
     )
-    stages = [
-        model.build_stage(config.model, index, config.num_stages, config.train.seed)
-        for index in indices
-    ]
-    if config.model.tied:
-        model.tie_local(stages)
-    for stage in stages:
-        model.freeze(stage, config.train.frozen, config.model.tied)
-    return [stage.to(place.device) for stage in stages]
+    return [stage.to(place.device) for stage in model.stages(indices)]
 
 
 def build_pipeline(
     config: Config,
     place: Place,
-    stages: list[model.Stage],
+    task: Task,
+    model: Model,
+    stages: list[Stage],
     transport: tw.Transport,
     references: tw.Storage,
 ) -> tw.Pipeline:
@@ -192,9 +179,7 @@ def build_pipeline(
     rows = config.microbatch_rows
     wrapped = []
     for stage in stages:
-        args, outputs = model.boundary_args(
-            config.model, stage.stage_index, config.num_stages, rows, config.train.frozen
-        )
+        args, outputs = model.arguments(stage.stage_index, config.num_stages, rows)
         wrapped.append(
             tw.PipelineStage(
                 stage,
@@ -206,9 +191,8 @@ def build_pipeline(
             )
         )
     schedule = tw.build_schedule(
-        config.pipeline.schedule, wrapped, config.pipeline.microbatches, tw.TokenLoss(data.IGNORED)
+        config.pipeline.schedule, wrapped, config.pipeline.microbatches, task.loss()
     )
-    shared = model.tied_parameter(stages) if config.model.tied else None
     return tw.Pipeline(
         schedule,
         wrapped,
@@ -218,14 +202,15 @@ def build_pipeline(
         deadline=config.pipeline.deadline,
         first_deadline=config.pipeline.first_deadline,
         window=config.pipeline.window,
-        tied=None if shared is None else {"embedding": shared},
+        tied=model.tied(stages),
         references=references,
         skip_frozen=config.pipeline.skip_frozen,
     )
 
 
-def build_optimizer(config: TrainConfig, stages: list[model.Stage]) -> torch.optim.Optimizer:
-    """AdamW over what this rank trains, each parameter once; weight decay on matrices only."""
+def build_optimizer(config: TrainConfig, stages: list[Stage]) -> torch.optim.Optimizer:
+    """The optimizer of what this rank trains, each parameter once; weight decay on matrices and
+    convolutions only."""
     everyone = (p for stage in stages for p in stage.parameters())
     parameters = {id(p): p for p in everyone if p.requires_grad}
     matrices = [p for p in parameters.values() if p.ndim >= 2]
@@ -234,4 +219,6 @@ def build_optimizer(config: TrainConfig, stages: list[model.Stage]) -> torch.opt
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9, nesterov=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))

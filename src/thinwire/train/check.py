@@ -9,20 +9,26 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from thinwire.spec import nearest
+from thinwire.train import extend
 from thinwire.train.config import (
     BY_EPOCHS,
+    KINDS,
     Config,
     ConfigError,
+    kinds_of,
     link_latency,
     link_rate,
     parse_size,
     settings,
+    shortened,
 )
-from thinwire.train.size import check_size
-from thinwire.train.words import counted, one_line
+from thinwire.train.task import Task
+from thinwire.train.tasks import task_of
+from thinwire.train.words import counted, listed, one_line, typed
 
 ONE_STAGE_A_RANK = ("GPipe", "1F1B")  # torch drives these two with a single local stage
 ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # these work through micro-batches in rounds
@@ -34,12 +40,18 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     ``world_size`` is what torchrun set, None outside it. Raises ConfigError before any process
     starts; codec strings are checked by ``check_plan`` since that needs torch.
     """
-    _check_numbers(config)
-    _check_paths(config)
+    task = task_of(config)
+    _check_numbers(config, task)
+    _check_paths(config, task)
+    _check_task(config)
+    task.check(config)
     pipeline, in_memory = config.pipeline, config.link.transport == "memory"
-    nproc = world_size or config.nproc or (1 if in_memory else 2)
     per_rank = pipeline.stages_per_rank or (2 if pipeline.schedule == "ZBV" else 1)
-    stages = pipeline.stages or (2 if in_memory and per_rank == 1 else nproc * per_rank)
+    cut_into = task.cut_into(config)
+    usual = 2 if cut_into is None else max(1, cut_into // per_rank)
+    nproc = world_size or config.nproc or (1 if in_memory else usual)
+    stages = pipeline.stages or cut_into
+    stages = stages or (2 if in_memory and per_rank == 1 else nproc * per_rank)
     if stages % nproc == 0 and pipeline.stages_per_rank is None:
         per_rank = stages // nproc
     parts = config.checkpoint.dir
@@ -50,9 +62,10 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
             config.checkpoint,
             dir=None if parts is None else str(Path(parts).absolute()),  # wherever it is resumed
         ),
+        plugin=tuple(str(Path(file).absolute()) for file in config.plugin),
         pipeline=dataclasses.replace(pipeline, stages=stages, stages_per_rank=per_rank),
     )
-    _check_pipeline(config)
+    _check_pipeline(config, task)
     link_rate(config.link)
     link_latency(config.link)
     for name, size in (("--ref.budget", config.ref.budget), ("--ref.disk", config.ref.disk)):
@@ -61,7 +74,7 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         close = nearest(config.device, ("cpu", "cuda"))
         raise ConfigError(f"--device: unknown device '{config.device}'{close}")
-    check_size(
+    task.check_size(
         config, nproc if world_size is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
     return config
@@ -77,6 +90,8 @@ _LIMITS: dict[str, tuple[float, float]] = {  # of whole numbers else from 1 to _
     "train.frozen": (0, _INT64),
     "train.weight_decay": (0, math.inf),
     "train.clip": (0, math.inf),
+    "data.size": (1, 4096),
+    "data.variants": (0, 1 << 20),
 }
 _ABOVE_ZERO = {
     "train.lr": math.inf,
@@ -86,7 +101,7 @@ _ABOVE_ZERO = {
 _FRACTIONS = ("data.validation", "train.warmup", "model.dropout")
 
 
-def _check_numbers(config: Config) -> None:
+def _check_numbers(config: Config, task: Task) -> None:
     for entry in settings():
         value = entry.of(config)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -96,40 +111,38 @@ def _check_numbers(config: Config) -> None:
         whole = (1, _INT64) if isinstance(value, int) else (-math.inf, math.inf)
         least, most = _LIMITS.get(entry.name, whole)
         if value < least:
-            raise ConfigError(f"{entry.name} is {_short(value)}; it must be at least {least}")
+            raise ConfigError(f"{entry.name} is {shortened(value)}; it must be at least {least}")
         most = _ABOVE_ZERO.get(entry.name, most)
         if value > most:
-            raise ConfigError(f"{entry.name} is {_short(value)}; it must be at most {most}")
+            raise ConfigError(f"{entry.name} is {shortened(value)}; it must be at most {most}")
         if entry.name in _ABOVE_ZERO and value <= 0:
             raise ConfigError(f"{entry.name} is {value}; it must be above 0")
         if entry.name in _FRACTIONS and not 0 <= value < 1:
             raise ConfigError(f"{entry.name} is {value}; it must be from 0 to below 1")
     if config.data.validation == 0:
-        raise ConfigError("data.validation is 0; keep some text for validation, as 0.05")
-    model = config.model
-    if model.dim % model.heads:
-        raise ConfigError(
-            f"model.dim {model.dim} is no multiple of model.heads {model.heads}; change either"
-        )
-    if config.train.frozen > model.layers:
-        raise ConfigError(
-            f"train.frozen is {_short(config.train.frozen)} but model.layers {model.layers}: "
-            f"nothing would be left to train; with {model.layers} the head alone is trained"
-        )
+        raise ConfigError(f"data.validation is 0; keep some {task.noun} for validation, as 0.05")
 
 
-def _short(value: float) -> str:
-    """A number as it is shown; of thousands of digits only how many there are."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return f"a number of {len(str(abs(value)))} digits" if abs(value) < 10**4000 else "huge"
-    return str(value)
+def _check_task(config: Config) -> None:
+    """Refuse settings that the model's kind has not."""
+    kind = config.model.kind
+    for entry in settings():
+        value = entry.of(config)
+        if entry.task not in (None, KINDS[kind]) and value != entry.default:
+            kinds = listed(kinds_of(str(entry.task)))
+            shown = typed(value) if isinstance(value, bool) else shortened(value)
+            raise ConfigError(
+                f"--{entry.name} {shown} is a setting of {kinds}, but model.kind is "
+                f"{kind}; leave it out or change --model.kind"
+            )
 
 
-def _check_paths(config: Config) -> None:
+def _check_paths(config: Config, task: Task) -> None:
     for name, value, what in (
-        ("data.path", config.data.path, "a text file or a folder"),
+        ("data.path", config.data.path, task.path),
         ("out", config.out, "a new folder"),
         ("checkpoint.dir", config.checkpoint.dir, "a folder"),
+        *[("plugin", file, "a Python file") for file in config.plugin],
     ):
         if value == "":
             raise ConfigError(f"--{name} is empty; name {what}")
@@ -139,7 +152,7 @@ def _check_paths(config: Config) -> None:
             raise ConfigError(f"--{name}: {value} is not UTF-8; rename it")
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, task: Task) -> None:
     pipeline, nproc, stages = config.pipeline, config.nproc or 1, config.num_stages
     name, parts = pipeline.schedule, pipeline.microbatches
     if config.link.transport == "memory" and nproc != 1:
@@ -148,16 +161,14 @@ def _check_pipeline(config: Config) -> None:
             "leave --nproc out or use --link.transport gloo"
         )
     if stages != nproc * (pipeline.stages_per_rank or 1):
+        what, how = f"pipeline.stages {stages}", "--pipeline.stages to a multiple of --nproc"
+        if pipeline.cuts is not None:
+            what, how = f"{counted(stages, 'stage')} by pipeline.cuts", "--nproc to a divisor of it"
         raise ConfigError(
-            f"pipeline.stages {stages} on {counted(nproc, 'process')} with "
-            f"{pipeline.stages_per_rank} a process doesn't come out even; "
-            "set --pipeline.stages to a multiple of --nproc"
+            f"{what} on {counted(nproc, 'process')} with {pipeline.stages_per_rank} a process "
+            f"doesn't come out even; set {how}"
         )
-    if stages > config.model.layers:
-        raise ConfigError(
-            f"{counted(stages, 'stage')} but model.layers is {config.model.layers}: a stage needs "
-            "a layer; lower --nproc or --pipeline.stages, or raise --model.layers"
-        )
+    task.check_stages(config)
     if name == "ZBV" and stages != 2 * nproc:
         raise ConfigError(
             f"pipeline.schedule ZBV needs two stages a process, {2 * nproc} for "
@@ -194,8 +205,23 @@ def _check_microbatches(name: str, parts: int, stages: int, nproc: int, batch: i
         )
 
 
-def check_plan(config: Config) -> None:
-    """Check both codec strings, and the device; imports torch."""
+def check_codecs(specs: Iterable[str]) -> None:
+    """Check codecs and schemes that were given with ``--codec``; imports torch."""
+    import thinwire as tw
+
+    for spec in specs:
+        try:
+            tw.scheme(spec)
+        except tw.SpecError as error:
+            raise ConfigError(f"--codec: {one_line(error)}") from None
+
+
+def check_plan(config: Config, quiet: bool = False) -> None:
+    """Load the plugins, and check both codec strings and the device; imports torch.
+
+    ``quiet``: say nothing of what is not loaded.
+    """
+    extend.load(config.plugin, quiet)
     import torch
 
     import thinwire as tw

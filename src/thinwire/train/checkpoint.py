@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 import thinwire as tw
 from thinwire.pipeline.remembered import rows_of
 from thinwire.store import FolderInUseError, FolderLock
-from thinwire.train import disk, model, ranks, storage, weights
+from thinwire.train import disk, ranks, storage, weights
 from thinwire.train.build import Run
-from thinwire.train.config import to_toml
 from thinwire.train.home import Home
 from thinwire.train.journal import Journal
+from thinwire.train.spelling import to_toml
 
 PROGRESS_FILE = "progress.safetensors"
 KEPT = 2  # the last one may turn out damaged
@@ -133,7 +133,7 @@ class Checkpoints:
     def _fill(self, folder: Path, references: bool) -> dict[str, Any]:
         """Write this rank's files into ``folder``; returns the values of the manifest."""
         run, place, config = self._run, self._run.place, self._run.config
-        tensors = model.named_tensors(run.stages, config.model.tied)
+        tensors = run.model.named_tensors(run.stages)
         entries = weights.collect(tensors, run.optimizer)
         progress = {**generator_states(place.device), "steps_ms": self._journal.steps_ms}
         save_file(progress, folder / PROGRESS_FILE)
@@ -146,7 +146,7 @@ class Checkpoints:
             "stages": [stage.stage_index for stage in run.stages],
             "steps": run.steps,
             "steps_per_epoch": run.steps_per_epoch,
-            "text": run.text_sha256,
+            "text": run.data.sha256,
             "threads": torch.get_num_threads(),
             "versions": versions(),
             "plan": {"forward": config.plan.forward, "backward": config.plan.backward},

@@ -7,7 +7,7 @@ reads another machine's disk.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from thinwire.train import disk, ranks
 from thinwire.train.checkpoint import Key, key_of
 from thinwire.train.config import ConfigError
 from thinwire.train.home import Home, read
+
+Fits = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,38 +39,33 @@ class _Sight:
     parts: dict[Key, dict[int, disk.Part]]
     damaged: list[str]
 
-    def told(self, rank: int, stages: list[int]) -> dict[str, Any]:
+    def told(self, rank: int, fits: Fits) -> dict[str, Any]:
         """It as JSON values: for each checkpoint the writers, and whether this rank's part fits."""
         return {
             "seen": [
-                [key, sorted(by_writer), _fits(key, by_writer, rank, stages)]
+                [key, sorted(by_writer), rank in by_writer and fits(by_writer[rank].manifest)]
                 for key, by_writer in self.parts.items()
             ],
             "damaged": self.damaged,
         }
 
 
-def _fits(key: Key, by_writer: dict[int, disk.Part], rank: int, stages: list[int]) -> bool:
-    return rank in by_writer and by_writer[rank].manifest["stages"] == stages
-
-
-def choose(
-    home: Home, rank: int, world_size: int, stages: list[int]
-) -> tuple[Choice | None, list[str]]:
+def choose(home: Home, rank: int, world_size: int, fits: Fits) -> tuple[Choice | None, list[str]]:
     """The newest checkpoint that is complete, and lines on newer ones that are not (collective).
 
-    None where there has not been one. Raises ConfigError where there has, and none is complete.
+    ``fits``: whether a manifest is that of the stages that this rank holds now. None where there
+    has not been one. Raises ConfigError where there has, and none is complete.
     """
     sight = look(home)
     every = ranks.gather_json(
-        {**sight.told(rank, stages), "committed": read(home.folder).get("committed", 0)}
+        {**sight.told(rank, fits), "committed": read(home.folder).get("committed", 0)}
     )
     lines = [f"{line}, so it is skipped" for line in _distinct(every, "damaged")]
     seers: dict[Key, dict[int, set[int]]] = {}  # by checkpoint and writer, the ranks that see it
     fitting: dict[Key, int] = {}
     for seer, one in enumerate(every):
-        for key, writers, fits in one["seen"]:
-            fitting[Key(*key)] = fitting.get(Key(*key), 0) + fits
+        for key, writers, does_fit in one["seen"]:
+            fitting[Key(*key)] = fitting.get(Key(*key), 0) + does_fit
             for writer in writers:
                 seers.setdefault(Key(*key), {}).setdefault(writer, set()).add(seer)
     for key in sorted(seers, reverse=True):

@@ -1,28 +1,27 @@
-"""The settings of a training run: one frozen dataclass a section, and how they are read.
+"""The settings of a training run: one frozen dataclass a section.
 
-The order is: the defaults below, then a TOML file, then ``--section.field value``. Every mistake
-is a ``ConfigError`` of one line that says what was found, where, and what to write instead.
+Every mistake is a ``ConfigError`` of one line that says what was found, where, and what to write
+instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from thinwire.network.emulate import parse_latency, parse_rate
-from thinwire.spec import nearest
-from thinwire.train.words import one_line, printable, typed
+from thinwire.train.words import one_line, printable
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
+LANGUAGE, VISION = "language", "vision"  # tasks, each with its kinds of models
+KINDS = {"gpt": LANGUAGE, "resnet8": VISION, "resnet20": VISION, "resnet18": VISION}
+BY_TASK = "default"  # the optimizer that suits the task
+PLUGIN_HELP = "a Python file that registers codecs or schemes; may be given several times"
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
 
 
@@ -39,43 +38,94 @@ class ConfigError(ValueError):
         super().__init__(line)
 
 
-def setting(default: Any, help_text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with the line that ``--help`` shows for it."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+def shortened(value: float) -> str:
+    """A number as it is shown; of thousands of digits only how many there are."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of {len(str(abs(value)))} digits" if abs(value) < 10**4000 else "huge"
+    return str(value)
+
+
+def setting(
+    default: Any,
+    help_text: str,
+    choices: tuple[str, ...] | None = None,
+    task: str | None = None,
+    otherwise: Mapping[str, Any] | None = None,
+) -> Any:
+    """A dataclass field with the line that ``--help`` shows for it.
+
+    ``task``: the only one that has it. ``otherwise``: the defaults under other tasks or optimizers.
+    """
+    known = {"help": help_text, "choices": choices, "task": task, "otherwise": otherwise or {}}
+    return dataclasses.field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    kind: str = setting("gpt", "the model family", ("gpt",))
-    layers: int = setting(4, "transformer blocks, over all stages")
-    dim: int = setting(128, "width of the residual stream, hence of what crosses a link")
-    heads: int = setting(4, "attention heads; dim is a multiple of it")
-    context: int = setting(128, "tokens in a sample")
-    tied: bool = setting(False, "share the token embedding with the output head")
-    dropout: float = setting(0.0, "dropout probability after attention and MLP")
+    kind: str = setting(
+        "gpt", "a GPT on text, or a network on images, which data.path names", tuple(KINDS)
+    )
+    layers: int = setting(4, "transformer blocks, over all stages", task=LANGUAGE)
+    dim: int = setting(
+        128, "width of the residual stream, hence of what crosses a link", task=LANGUAGE
+    )
+    heads: int = setting(4, "attention heads; dim is a multiple of it", task=LANGUAGE)
+    context: int = setting(128, "tokens in a sample", task=LANGUAGE)
+    tied: bool = setting(False, "share the token embedding with the output head", task=LANGUAGE)
+    dropout: float = setting(0.0, "dropout probability after attention and MLP", task=LANGUAGE)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     path: str | None = setting(
-        None, "a UTF-8 text file or a folder of them; none: the Python language reference"
+        None,
+        "a UTF-8 text file or a folder of them; none: the Python language reference; of images a "
+        "folder in the format of MNIST or of CIFAR's binary version, or one with a folder a class",
     )
-    validation: float = setting(0.05, "fraction of the text kept for validation")
-    seed: int = setting(0, "chooses which topics or files are kept for validation")
+    validation: float = setting(0.05, "fraction of what is trained on that is kept for validation")
+    seed: int = setting(0, "chooses which topics, files or images are kept for validation")
+    size: int | None = setting(
+        None,
+        "images of a folder a class get so many pixels a side; none: all are of one size",
+        task=VISION,
+    )
+    augment: str = setting(
+        "none",
+        "crop-flip: pad images by 4, crop at random, flip every other one",
+        ("none", "crop-flip"),
+        task=VISION,
+    )
+    variants: int = setting(
+        0,
+        "augmentations of an image that recur, one an epoch, as delta needs it; 0: always new ones",
+        task=VISION,
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    epochs: int = setting(3, "passes over the training text")
+    epochs: int = setting(3, "passes over the training data")
     steps: int | None = setting(None, "optimizer steps; replaces epochs")
     quick: bool = setting(False, "train on 256 samples only, validate on 64")
-    batch: int = setting(16, "samples in a step")
-    lr: float = setting(1e-3, "peak learning rate of AdamW")
+    batch: int = setting(16, "samples in a step", otherwise={VISION: 128})
+    optimizer: str = setting(
+        "adamw",
+        "AdamW, or SGD with Nesterov momentum of 0.9; default: that of the model's kind",
+        (BY_TASK, "adamw", "sgd"),
+        otherwise={VISION: "sgd"},
+    )
+    lr: float = setting(1e-3, "peak learning rate", otherwise={"sgd": 0.1})
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
-    weight_decay: float = setting(0.1, "AdamW weight decay, on matrices only")
-    frozen: int = setting(0, "so many blocks from the first on, and the embedding, are not trained")
-    clip: float = setting(1.0, "largest gradient norm over all stages; 0: no clipping")
-    seed: int = setting(0, "of the weights, the order of the samples and dropout")
+    weight_decay: float = setting(
+        0.1, "weight decay, on matrices and convolutions only", otherwise={"sgd": 5e-4}
+    )
+    frozen: int = setting(
+        0, "so many blocks from the first on, and what is before them, are not trained"
+    )
+    clip: float = setting(
+        1.0, "largest gradient norm over all stages; 0: no clipping", otherwise={VISION: 0.0}
+    )
+    seed: int = setting(0, "of the weights, the order of the samples, dropout and augmentation")
     log_every: int = setting(10, "steps between two progress lines")
 
 
@@ -112,6 +162,11 @@ class RefConfig:
 class PipelineConfig:
     schedule: str = setting("Interleaved1F1B", "the order of the micro-batches", SCHEDULES)
     stages: int | None = setting(None, "stages of the model; none: nproc × stages_per_rank")
+    cuts: str | None = setting(
+        None,
+        "cut after these layers or blocks, as layer1,layer2.0; none: into stages of equal compute",
+        task=VISION,
+    )
     stages_per_rank: int | None = setting(None, "stages in a process; none: 1, with ZBV 2")
     microbatches: int = setting(8, "parts into which a batch is cut")
     window: int = setting(8, "receives posted ahead on each link")
@@ -146,16 +201,20 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     nproc: int | None = setting(
         None,
-        "processes to start on this machine, each with its stages; none: 2, "
-        "or 1 with link.transport memory",
+        "processes to start on this machine, each with its stages; none: 2, with pipeline.cuts "
+        "as many as it takes, or 1 with link.transport memory",
     )
     threads: int | None = setting(
         None, "torch's threads in a process; none: cores / nproc, in memory cores / stages"
     )
     device: str = setting("cpu", "where a stage computes: cpu, cuda or cuda:N")
     out: str | None = setting(None, "the run folder; none: a new one under runs/")
+    plugin: tuple[str, ...] = setting((), PLUGIN_HELP)
     compare: bool = setting(False, "run uncompressed fp32 and bf16 as well, and compare")
     json: bool = setting(False, "print the summary as one JSON document on stdout")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plugin", tuple(self.plugin))  # JSON has lists
 
     @property
     def microbatch_rows(self) -> int:
@@ -187,12 +246,19 @@ class Setting:
     default: Any
     help: str
     choices: tuple[str, ...] | None
+    task: str | None
+    otherwise: Mapping[str, Any]
 
     @property
     def alternatives(self) -> tuple[Any, ...]:
         """The types that a value may have, ``None`` left out."""
         kinds = typing.get_args(self.kind) if isinstance(self.kind, types.UnionType) else ()
         return tuple(k for k in kinds or (self.kind,) if k is not types.NoneType)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it is a list of texts, of which an option adds one."""
+        return typing.get_origin(self.kind) is tuple
 
     @property
     def optional(self) -> bool:
@@ -219,96 +285,16 @@ def settings() -> Iterator[Setting]:
                     field.default,
                     field.metadata["help"],
                     field.metadata["choices"],
+                    field.metadata["task"],
+                    field.metadata["otherwise"],
                 )
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file under their dotted names."""
-    try:
-        return from_toml(path.read_text(encoding="utf-8"), path)
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{path} is a folder; a run is repeated from its config.toml, and goes on with --resume"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"can't read the config file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no TOML file: it is not UTF-8 text") from None
-
-
-def from_toml(text: str, path: Path) -> dict[str, Any]:
-    """The values of TOML text under their dotted names; errors say that it is in ``path``."""
-    try:
-        tables = tomllib.loads(text)
-    except RecursionError:
-        raise ConfigError(f"{path} is no valid TOML: it is nested too deep") from None
-    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
-        raise ConfigError(f"{path} is no valid TOML: {one_line(error)}") from None
-    known = {s.name: s for s in settings()}
-    sections = {name.split(".")[0] for name in known if "." in name}
-    values: dict[str, Any] = {}
-    for key, value in tables.items():
-        if not isinstance(value, dict):
-            values[key] = value
-        elif key in sections:
-            values.update({f"{key}.{inner}": v for inner, v in value.items()})
-        else:
-            raise ConfigError(f"{path}: unknown section [{key}]{nearest(key, sections)}")
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{path}: unknown setting '{name}'{nearest(name, known)}")
-    return {name: _from_toml(known[name], v, path) for name, v in values.items()}
-
-
-def _from_toml(setting: Setting, value: Any, path: Path) -> Any:
-    kinds = setting.alternatives
-    if float in kinds and type(value) is int:
-        return float(value) if abs(value) < 2**63 else math.inf
-    if type(value) in kinds:
-        return _chosen(setting, value, f"{path}: {setting.name}")
-    shown = typed(value) if isinstance(value, bool) else repr(value)
-    raise ConfigError(f"{path}: {setting.name} = {shown} is not {_described(setting)}")
-
-
-def from_text(setting: Setting, text: str) -> Any:
-    """The value of a command-line option, or ConfigError naming the option."""
-    if setting.optional and text.lower() == "none":
-        return None
-    for kind in setting.alternatives:
-        if kind is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-        if kind is str:
-            return _chosen(setting, text, f"--{setting.name}")
-    raise ConfigError(f"--{setting.name}: '{text}' is not {_described(setting)}")
-
-
-def _chosen(setting: Setting, value: Any, where: str) -> Any:
-    if setting.choices is None or value in setting.choices:
-        return value
-    by_lower = {choice.lower(): choice for choice in setting.choices}
-    if value.lower() in by_lower:
-        return by_lower[value.lower()]
-    close = nearest(value, by_lower)
-    meant = next((c for lower, c in by_lower.items() if f"'{lower}'" in close), None)
-    close = f"; did you mean '{meant}'?" if meant else f"; known: {', '.join(setting.choices)}"
-    raise ConfigError(f"{where}: unknown value '{value}'{close}")
-
-
-def _described(setting: Setting) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    shown = [words[kind] for kind in setting.alternatives]
-    return " or ".join([*shown, "none"] if setting.optional else shown)
-
-
 def build(values: Mapping[str, Any]) -> Config:
-    """The configuration with the given dotted settings replaced."""
+    """The configuration with the given dotted settings, and the others as they suit these."""
+    given = {k: v for k, v in values.items() if (k, v) != ("train.optimizer", BY_TASK)}
     top: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in (_suited(given) | given).items():
         section, dot, field = name.rpartition(".")
         if dot:
             top[section] = dataclasses.replace(
@@ -319,29 +305,22 @@ def build(values: Mapping[str, Any]) -> Config:
     return Config(**top)
 
 
-def to_toml(config: Config) -> str:
-    """The settings as TOML that ``thinwire train`` reads back; those that are none left out.
-
-    ``out`` is left out too, since the folder it names is full once the run is over.
-    """
-    lines, section = [], ""
-    for entry in settings():
-        if entry.name == "out":
-            continue
-        prefix, _, field = entry.name.rpartition(".")
-        value = entry.of(config)
-        if prefix != section:
-            section = prefix
-            lines.append(f"\n[{section}]")
-        if value is not None:
-            lines.append(f"{field} = {_toml_value(value)}")
-    return "\n".join(lines) + "\n"
+def _suited(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that are others under the task and the optimizer of what is given."""
+    known = {entry.name: entry for entry in settings()}
+    task, optimizer = KINDS[given.get("model.kind", ModelConfig.kind)], known["train.optimizer"]
+    under = task, given.get(optimizer.name, optimizer.otherwise.get(task, optimizer.default))
+    return {
+        entry.name: entry.otherwise[one]
+        for entry in known.values()
+        for one in under
+        if one in entry.otherwise
+    }
 
 
-def _toml_value(value: Any) -> str:
-    if isinstance(value, str):  # JSON escapes are TOML escapes, DEL aside
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+def kinds_of(task: str) -> list[str]:
+    """The kinds of models that a task has."""
+    return [kind for kind, of in KINDS.items() if of == task]
 
 
 def link_rate(link: LinkConfig) -> float | None:

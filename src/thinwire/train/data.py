@@ -1,41 +1,33 @@
 """Text as training samples: bytes are tokens, samples are chunks that never overlap.
 
 A sample's number is its place in the text, the same in every epoch: that is the key under which
-delta schemes remember it. Everything here is a function of the text and of seeds, so all ranks
-arrive at the same batches without talking.
+delta schemes remember it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.train import batches
+from thinwire.train.batches import IGNORED, Batch
 from thinwire.train.config import ConfigError, DataConfig
+from thinwire.train.task import Data
 
 VOCABULARY = 256
-IGNORED = -100  # the target of a position that doesn't count
 _MANY = 10  # so many documents are split whole; fewer are joined and the end is cut off
 _PARAGRAPH = 80  # bytes; shorter ones ("Note:", "and") are shared without being the same text
 _JOINT = b"\n\n"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Some samples: ``inputs`` and ``target`` int64 ``[batch, context]``, ids and lengths 1-D."""
-
-    inputs: Tensor
-    target: Tensor
-    sample_ids: Tensor
-    lengths: Tensor | None  # None: all positions of all rows
-
-
-class Samples:
+class Samples(batches.Samples):
     """A text cut into chunks of ``context`` tokens; a last short one is padded.
 
     With ``limit`` only so many samples from the start are used.
@@ -50,18 +42,20 @@ class Samples:
     def __len__(self) -> int:
         return self.count
 
-    def batch(self, sample_ids: Tensor) -> Batch:
-        """The samples of the given numbers (1-D int64); padding has target ``IGNORED``."""
-        positions = sample_ids[:, None] * self.context + torch.arange(self.context)
+    def batch(self, numbers: Tensor, epoch: int = 0) -> Batch:
+        """The samples of the given numbers: ``inputs`` and ``target`` int64 ``[batch, context]``.
+
+        Padding has target ``IGNORED``.
+        """
+        positions = numbers[:, None] * self.context + torch.arange(self.context)
         last = len(self.text) - 1
         inputs = self.text[positions.clamp(max=last)].long()
         target = self.text[(positions + 1).clamp(max=last)].long()
         target[positions >= last] = IGNORED
-        lengths = (last - sample_ids * self.context).clamp(max=self.context)
-        return Batch(inputs, target, sample_ids, lengths)
+        lengths = (last - numbers * self.context).clamp(max=self.context)
+        return Batch(inputs, target, numbers, lengths)
 
     def filled(self, batch: Batch, rows: int) -> Batch:
-        """``batch`` in the one shape ``[rows, context]``; the rows added have no valid target."""
         added = rows - len(batch.inputs)
         unused_ids = torch.arange(self.count, self.count + added)
         return Batch(
@@ -73,14 +67,18 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Data):
     """The two parts of a text, with the SHA-256 over both and where they come from."""
 
     train: bytes
     validation: bytes
     sha256: str
     source: str
-    skipped: Mapping[str, int] = field(default_factory=dict)  # why files were left out: how many
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"train_bytes": len(self.train), "validation_bytes": len(self.validation)}
 
 
 def load(config: DataConfig, context: int) -> Text:
@@ -193,44 +191,3 @@ def _families(documents: dict[str, bytes]) -> list[list[str]]:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """The sample numbers of one epoch in a shuffled order, 1-D int64; the same on every rank."""
-    digest = _digest(f"order:{seed}:{epoch}")
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randperm(count, generator=generator)
-
-
-def training_ids(
-    count: int, batch: int, microbatches: int, seed: int, done: int = 0
-) -> Iterator[tuple[int, Tensor]]:
-    """``(epoch, sample ids)`` of one batch after the other, for ever; the first ``done`` left out.
-
-    A short last batch is kept; only one smaller than the number of micro-batches is left out of
-    its epoch.
-    """
-    epoch, skipped = divmod(done, steps_per_epoch(count, batch, microbatches))
-    while True:
-        batches = epoch_order(count, seed, epoch).split(batch)
-        for ids in batches[skipped:]:
-            if len(ids) >= microbatches:
-                yield epoch, ids
-        epoch, skipped = epoch + 1, 0
-
-
-def steps_per_epoch(count: int, batch: int, microbatches: int) -> int:
-    """How many batches ``training_ids`` yields in an epoch."""
-    return count // batch + (count % batch >= microbatches)
-
-
-def evaluation_batches(samples: Samples, batch: int, microbatches: int) -> Iterator[Batch]:
-    """All samples in order, each once.
-
-    A last batch too small for the micro-batches is filled with copies that have no valid target.
-    """
-    for ids in torch.arange(len(samples)).split(batch):
-        filled = torch.cat([ids, ids[-1:].expand(max(0, microbatches - len(ids)))])
-        part = samples.batch(filled)
-        part.target[len(ids) :] = IGNORED
-        yield part

@@ -162,6 +162,13 @@ def resume(config: Config, folder: Path, rank: int, local_rank: int) -> Home:
 
     Raises the same ConfigError on all ranks if it isn't, or is another run's.
     """
+    home = visit(config, folder, rank, local_rank)
+    _raise_first(_problem(rank, lambda: _prepare_parts(home, rank)))
+    return home
+
+
+def visit(config: Config, folder: Path, rank: int, local_rank: int) -> Home:
+    """The home of a run that is looked at, and left as it is; otherwise as ``resume``."""
     told: dict[str, Any] = {"attempt": secrets.token_hex(8)}
     try:
         told["run"] = read(folder)["run"]
@@ -172,9 +179,7 @@ def resume(config: Config, folder: Path, rank: int, local_rank: int) -> Home:
     for other, one in enumerate(every):
         if one["run"] != every[0]["run"]:
             raise ConfigError(f"--resume {folder} is another run on rank {other} than on rank 0")
-    home = _home(config, folder, every[0]["run"], every[0]["attempt"], local_rank, True)
-    _raise_first(_problem(rank, lambda: _prepare_parts(home, rank)))
-    return home
+    return _home(config, folder, every[0]["run"], every[0]["attempt"], local_rank, True)
 
 
 def _home(

@@ -18,7 +18,7 @@ from rich.table import Table
 from thinwire.counters import LinkCounters, link_name
 from thinwire.store import is_held
 from thinwire.train import config as configuration
-from thinwire.train import disk, home, metrics, report, storage
+from thinwire.train import disk, home, metrics, report, spelling, storage
 from thinwire.train.checkpoint import key_of
 from thinwire.train.config import Config, ConfigError
 from thinwire.train.stop import resume_command
@@ -41,7 +41,7 @@ def inspect(folder: Path, as_json: bool) -> int:
 def describe(folder: Path) -> dict[str, Any]:
     """What the run folder and the parts on this machine tell, as JSON values; see docs/train.md."""
     known = home.read(folder)
-    config = configuration.build(configuration.read_toml(folder / metrics.CONFIG))
+    config = configuration.build(spelling.read_toml(folder / metrics.CONFIG))
     if config.compare:
         raise ConfigError(
             f"{folder} holds compared runs; inspect one of them, as {folder / 'compressed'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,8 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.train import ranks
+from thinwire.train.build import Run
+from thinwire.train.evaluation import Evaluation
 from thinwire.train.metrics import MetricsWriter, read_metrics
 from thinwire.train.report import LiveLine, progress_line
 
@@ -26,7 +28,7 @@ class Clock:
     """Seconds that this rank spent in training steps, by what it did; evaluation left out.
 
     ``cpu_s`` is the CPU time of the whole process, ``codec_s`` that of coding alone; the others
-    are of the clock on the wall. ``steps`` and ``tokens`` are those that were timed.
+    are of the clock on the wall. ``steps`` and ``tokens``, or images, are those that were timed.
     """
 
     steps: int = 0
@@ -96,19 +98,16 @@ class Journal:
 
     def __init__(
         self,
-        pipeline: tw.Pipeline,
-        busy_s: Callable[[], float] | None,
+        run: Run,
         folder: Path | None,
         screen: Console,
-        steps: int,
-        epochs: int,
         done: int = 0,
     ) -> None:
         self.clock = Clock()
         self.checkpoints = Saved()
         self.tokens = 0
         self.loss = math.nan  # of the last step
-        self._pipeline, self._busy_s = pipeline, busy_s
+        self._pipeline, self._busy_s, self._unit = run.pipeline, run.busy_s, run.task.unit
         self._writer = None if folder is None else MetricsWriter(folder, done)
         for record in read_metrics(folder) if folder is not None else []:
             if "checkpoint" in record:
@@ -116,7 +115,7 @@ class Journal:
                 self.checkpoints.add(saved["bytes"], saved["seconds"])
         self._live = LiveLine(screen)
         self._screen = screen
-        self._steps, self._epochs = steps, epochs
+        self._steps, self._epochs = run.steps, run.epochs
         self._links: list[dict[str, Any]] = []
         self._logged = (0, 0.0)  # tokens and step seconds at the last log
 
@@ -161,8 +160,8 @@ class Journal:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "tokens": result.tokens,
-            "tokens_per_s": result.tokens / step_s,
+            self._unit: result.tokens,
+            f"{self._unit}_per_s": result.tokens / step_s,
             "step_ms": 1e3 * step_s,
             "timers_ms": {name.removesuffix("_s"): 1e3 * s for name, s in timers.items()},
         }
@@ -172,10 +171,13 @@ class Journal:
             self._logged = (self.tokens, self.clock.step_s)
         self._write(record)
 
-    def end_epoch(self, step: int, epoch: int, val_loss_codec: float) -> None:
-        """Note the validation loss, codec on, with which an epoch ended."""
-        self._screen.print(f"epoch {epoch}: validation loss {val_loss_codec:.4f} with the codec on")
-        self._write({"step": step, "epoch": epoch, "val_loss_codec": val_loss_codec})
+    def end_epoch(self, step: int, epoch: int, validated: Evaluation) -> None:
+        """Note what validation, codec on, gave at the end of an epoch."""
+        self._screen.print(f"epoch {epoch}: validation loss {validated} with the codec on")
+        record: dict[str, Any] = {"step": step, "epoch": epoch, "val_loss_codec": validated.loss}
+        if validated.accuracy is not None:
+            record["val_accuracy_codec"] = validated.accuracy
+        self._write(record)
 
     def end_checkpoint(self, step: int, nbytes: int, seconds: float) -> None:
         """Note a checkpoint: its bytes on all ranks, and the seconds that it took."""
@@ -212,7 +214,8 @@ class Journal:
             epoch=f"{epoch}/{self._epochs}",
             step=f"{step}/{self._steps}",
             loss=result.loss,
-            tokens_per_s=(self.tokens - tokens) / (self.clock.step_s - seconds),
+            unit=self._unit,
+            per_s=(self.tokens - tokens) / (self.clock.step_s - seconds),
             links=self._links,
             busy=self.clock.link_s / self.clock.step_s if self._busy_s else None,
         )

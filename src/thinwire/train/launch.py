@@ -8,6 +8,7 @@ they usually learn of it; then they are stopped, and one line says what went wro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 from thinwire.train import check
 from thinwire.train import config as configuration
+from thinwire.train.asked import AS_TRAINED, OFF, Asked
 from thinwire.train.config import Config
 from thinwire.train.stop import SIGNALS, at_once_line, heeded, phase_in, resume_command, say
 from thinwire.train.streams import lasting
@@ -51,16 +53,33 @@ def train(config: Config, resume_from: Path | None = None) -> int:
     config = check.resolved(config)
     check.check_out(config)
     check.check_plan(config)
-    from thinwire.train import build, data, home, report
+    from thinwire.train import build, home, report
+    from thinwire.train.tasks import task_of
 
-    text = data.load(config.data, config.model.context)
-    config = build.planned(config, text, report.note(config))
+    config = build.planned(config, task_of(config).load(config), report.note(config))
     if resume_from is not None:
         home.read(resume_from)
     folder = resume_from or home.create(config)
+    return _launched(config, folder, resume_from is not None, None)
+
+
+@lasting()
+def evaluate(config: Config, folder: Path, asked: Asked) -> int:
+    """Evaluate the run in ``folder`` as ``asked``; returns the exit code."""
+    if under_torchrun():
+        from thinwire.train.worker import run_under_torchrun
+
+        return run_under_torchrun(config, folder, asked)
+    config = check.resolved(config)
+    check.check_plan(config)
+    check.check_codecs(codec for codec in asked.codecs if codec not in (OFF, AS_TRAINED))
+    return _launched(config, folder, True, dataclasses.asdict(asked))
+
+
+def _launched(config: Config, folder: Path, resumed: bool, asked: dict[str, Any] | None) -> int:
     with tempfile.TemporaryDirectory(prefix="thinwire-") as name, _Signals(Path(name)) as signals:
         try:
-            return _run_workers(config, folder, resume_from is not None, Path(name), signals)
+            return _run_workers(config, folder, resumed, asked, Path(name), signals)
         except _EndedAtOnce as ended:
             say(at_once_line(ended.number, phase_in(Path(name)), resume_command))
             return 128 + ended.number
@@ -87,12 +106,18 @@ class _Worker:
 
 
 def _run_workers(
-    config: Config, folder: Path, resumed: bool, scratch: Path, signals: _Signals
+    config: Config,
+    folder: Path,
+    resumed: bool,
+    asked: dict[str, Any] | None,
+    scratch: Path,
+    signals: _Signals,
 ) -> int:
     job = {
         "settings": {entry.name: entry.of(config) for entry in configuration.settings()},
         "folder": str(folder),
         "resumed": resumed,
+        "asked": asked,
         "world_size": config.nproc,
     }
     (scratch / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -275,5 +300,12 @@ def worker_main(arguments: list[str]) -> int:
     scratch, rank = Path(arguments[0]), int(arguments[1])
     job = json.loads((scratch / "job.json").read_text(encoding="utf-8"))
     config = configuration.build(job["settings"])
-    folder = Path(job["folder"])
-    return run_launched(config, folder, job["resumed"], scratch, rank, job["world_size"])
+    return run_launched(
+        config,
+        Path(job["folder"]),
+        job["resumed"],
+        job["asked"],
+        scratch,
+        rank,
+        job["world_size"],
+    )

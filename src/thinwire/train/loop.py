@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from thinwire.train import data, disk, storage
+from thinwire.train import disk, storage
+from thinwire.train.batches import training_numbers
 from thinwire.train.build import Place, Run, build
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config, TrainConfig
+from thinwire.train.evaluation import evaluate, final_numbers
 from thinwire.train.home import Home
 from thinwire.train.journal import Journal
 from thinwire.train.metrics import SUMMARY, write_json
@@ -23,10 +25,11 @@ from thinwire.train.report import closing, opening
 from thinwire.train.resume import Progress, resume
 from thinwire.train.stop import Stop, Stopped
 from thinwire.train.summary import summarise
+from thinwire.train.task import Data
 
 
 def train(
-    config: Config, text: data.Text, place: Place, home: Home, screen: Console, stop: Stop
+    config: Config, data: Data, place: Place, home: Home, screen: Console, stop: Stop
 ) -> dict[str, Any]:
     """Train, evaluate and report; returns the summary, the same on every rank.
 
@@ -34,36 +37,29 @@ def train(
     process is at work on this run.
     """
     with home.alone(place.rank):
-        return _train(config, text, place, home, screen, stop)
+        return _train(config, data, place, home, screen, stop)
 
 
 def _train(
-    config: Config, text: data.Text, place: Place, home: Home, screen: Console, stop: Stop
+    config: Config, data: Data, place: Place, home: Home, screen: Console, stop: Stop
 ) -> dict[str, Any]:
     own = disk.rank_folder(home.parts, place.rank)
-    run = build(config, text, place, own, _has_rows(home, place.rank))
+    run = build(config, data, place, own, _has_rows(home, place.rank))
     own_folder = home.folder if place.rank == 0 else None
-    counts = len(run.training), len(run.validation)
     torch.manual_seed(config.train.seed)  # for dropout; nothing that two ranks share
     progress = resume(run, home, screen) if home.resumed else Progress()
-    screen.print(opening(config, text, *counts, run.steps), soft_wrap=True, markup=False)
+    lines = opening(config, data, run.samples, run.model, run.steps)
+    screen.print(lines, soft_wrap=True, markup=False)
     if run.remembered is not None:
         screen.print(run.remembered, soft_wrap=True, markup=False)
     home.keep(config, steps=run.steps)
 
-    journal = Journal(
-        run.pipeline, run.busy_s, own_folder, screen, run.steps, run.epochs, progress.step
-    )
+    journal = Journal(run, own_folder, screen, progress.step)
     progress.restore(journal)
     checkpoints = Checkpoints(run, home, journal, progress.step)
     with journal, stop.training(run.pipeline, home.folder):
         fit(run, journal, checkpoints, progress.step)
-    losses = {
-        "train_loss": journal.loss,
-        "val_loss": evaluate(run, codec=False),
-        "val_loss_codec": evaluate(run, codec=True),
-    }
-    summary = summarise(config, text, run.pipeline, journal, losses, run.steps, run.epochs)
+    summary = summarise(run, journal, final_numbers(run))
     run.pipeline.close()
     last = next(reversed(list(disk.parts(own))), None)
     if last is None or not last.manifest["pipeline"]["references"]:
@@ -84,26 +80,27 @@ def _has_rows(home: Home, rank: int) -> bool:
 def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None:
     """The training steps after the first ``done``. Raises Stopped after one, if asked to."""
     config, device = run.config, run.place.device
-    upcoming = data.training_ids(
-        len(run.training), config.train.batch, config.pipeline.microbatches, config.train.seed, done
+    training = run.samples.training
+    upcoming = training_numbers(
+        len(training), config.train.batch, run.least, config.train.seed, done
     )
-    epoch, ids = next(upcoming)
+    epoch, numbers = next(upcoming)
     for step in range(done + 1, run.steps + 1):
-        next_epoch, next_ids = next(upcoming)
+        next_epoch, next_numbers = next(upcoming)
         is_last = step == run.steps
         lr = learning_rate(step, run.steps, config.train)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
 
         journal.begin_step()
-        samples = run.sized(run.training.batch(ids), run.training)
+        samples = run.sized(training.batch(numbers, epoch), training)
         run.optimizer.zero_grad(set_to_none=True)
         result = run.pipeline.step(
             samples.inputs.to(device),
             target=samples.target.to(device),
             sample_ids=samples.sample_ids,
             lengths=samples.lengths,
-            next_sample_ids=None if is_last else next_ids,
+            next_sample_ids=None if is_last else training.ids(next_numbers, next_epoch),
         )
         journal.begin_optimizer()
         run.optimizer.step()
@@ -112,29 +109,14 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
         journal.end_step(step, epoch + 1, lr, result, log)
 
         if ends_epoch and not is_last:
-            journal.end_epoch(step, epoch + 1, evaluate(run, codec=True))
+            validated = evaluate(run, run.samples.validation, codec=True)
+            journal.end_epoch(step, epoch + 1, validated)
         if result.stop or is_last or checkpoints.due(step):
             # after the last step nothing more is sent, unless the run is made longer
             checkpoints.save(step, result.stop or config.checkpoint.every is not None)
         if result.stop:
             raise Stopped(step, run.steps)
-        epoch, ids = next_epoch, next_ids
-
-
-def evaluate(run: Run, codec: bool) -> float:
-    """Validation loss per token, with the plan's codecs on the links or without."""
-    config, device = run.config, run.place.device
-    loss_sum, tokens = 0.0, 0
-    for batch in data.evaluation_batches(
-        run.validation, config.train.batch, config.pipeline.microbatches
-    ):
-        part = run.sized(batch, run.validation)
-        result = run.pipeline.eval(
-            part.inputs.to(device), target=part.target.to(device), lengths=part.lengths, codec=codec
-        )
-        loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
-    run.pipeline.take_timers()  # starts them anew: evaluation is no part of a step
-    return loss_sum / tokens
+        epoch, numbers = next_epoch, next_numbers
 
 
 def learning_rate(step: int, steps: int, config: TrainConfig) -> float:

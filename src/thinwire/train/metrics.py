@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from thinwire.train.config import Config, ConfigError, to_toml
+from thinwire.train.config import Config, ConfigError
+from thinwire.train.spelling import to_toml
 
 CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
 

@@ -6,15 +6,17 @@ two or four stages starts from identical weights.
 
 from __future__ import annotations
 
-import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.train.config import ModelConfig
+from thinwire.train.config import Config, ModelConfig
 from thinwire.train.data import VOCABULARY
+from thinwire.train.stage import Stage, draw
+from thinwire.train.task import Model
 
 
 class Block(nn.Module):
@@ -68,12 +70,11 @@ class Head(nn.Module):
         return logits
 
 
-class Stage(nn.Module):
+class GptStage(Stage):
     """Consecutive blocks; the first stage also embeds, the last also has the head."""
 
     def __init__(self, config: ModelConfig, stage_index: int, num_stages: int) -> None:
-        super().__init__()
-        self.stage_index = stage_index
+        super().__init__(stage_index)
         self.embedding = Embedding(config) if stage_index == 0 else None
         layers = layers_of_stage(config.layers, stage_index, num_stages)
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
@@ -92,10 +93,10 @@ def layers_of_stage(layers: int, stage_index: int, num_stages: int) -> range:
     return range(layers * stage_index // num_stages, layers * (stage_index + 1) // num_stages)
 
 
-def build_stage(config: ModelConfig, stage_index: int, num_stages: int, seed: int) -> Stage:
+def build_stage(config: ModelConfig, stage_index: int, num_stages: int, seed: int) -> GptStage:
     """One stage with its initial weights, on the CPU, in fp32."""
     with torch.device("meta"):
-        stage = Stage(config, stage_index, num_stages)
+        stage = GptStage(config, stage_index, num_stages)
     stage.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
@@ -105,7 +106,7 @@ def build_stage(config: ModelConfig, stage_index: int, num_stages: int, seed: in
     return stage
 
 
-def freeze(stage: Stage, frozen: int, tied: bool) -> None:
+def freeze(stage: GptStage, frozen: int, tied: bool) -> None:
     """Leave the model's first ``frozen`` blocks as they are, with the embedding and, where that
     is the head's matrix too, with it."""
     if not frozen:
@@ -118,7 +119,7 @@ def freeze(stage: Stage, frozen: int, tied: bool) -> None:
         stage.head.output.requires_grad_(False)
 
 
-def tie_local(stages: list[Stage]) -> None:
+def tie_local(stages: list[GptStage]) -> None:
     """Let an embedding and a head in the same process be one parameter."""
     embedding = next((s.embedding for s in stages if s.embedding is not None), None)
     head = next((s.head for s in stages if s.head is not None), None)
@@ -126,9 +127,10 @@ def tie_local(stages: list[Stage]) -> None:
         head.output.weight = embedding.token.weight
 
 
-def tied_parameter(stages: list[Stage]) -> nn.Parameter | None:
+def tied_parameter(stages: Sequence[Stage]) -> nn.Parameter | None:
     """This process's copy of the weight that embedding and head share, if it has one."""
     for stage in stages:
+        assert isinstance(stage, GptStage)
         weight = None
         if stage.embedding is not None:
             weight = stage.embedding.token.weight
@@ -139,21 +141,8 @@ def tied_parameter(stages: list[Stage]) -> nn.Parameter | None:
     return None
 
 
-def named_tensors(stages: list[Stage], tied: bool) -> dict[str, Tensor]:
-    """The parameters and buffers of some stages by global name, whatever the number of stages.
-
-    A tied head's weight has the embedding's name, on every process that holds a copy.
-    """
-    found: dict[str, Tensor] = {}
-    for stage in stages:
-        for name, tensor in stage.state_dict(keep_vars=True).items():
-            is_copy = tied and name == "head.output.weight"
-            found["embedding.token.weight" if is_copy else name] = tensor
-    return found
-
-
 def _initialise(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int) -> None:
-    """GPT-2's scales, drawn from a uniform distribution: torch.randn differs between CPUs."""
+    """GPT-2's scales, drawn from a uniform distribution."""
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
     elif name.endswith("bias"):
@@ -164,41 +153,65 @@ def _initialise(name: str, parameter: nn.Parameter, config: ModelConfig, seed: i
             std /= math.sqrt(2 * config.layers)
         if config.tied and name == "head.output.weight":
             name = "embedding.token.weight"
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        bound = std * math.sqrt(3)
-        parameter.uniform_(-bound, bound, generator=generator)
-
-
-def learns(config: ModelConfig, stage_index: int, num_stages: int, frozen: int) -> bool:
-    """Whether anything up to the end of a stage is to learn, where the first ``frozen`` blocks are
-    not: then gradients cross the edge behind it."""
-    return layers_of_stage(config.layers, stage_index, num_stages).stop > frozen
-
-
-def boundary_args(
-    config: ModelConfig, stage_index: int, num_stages: int, rows: int, frozen: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Input and output of a stage for one micro-batch of ``rows`` samples, on the meta device.
-
-    What leaves nothing but frozen blocks needs no gradient; ``frozen``: how many there are.
-    """
-
-    def hidden(stage: int) -> Tensor:
-        shape = (rows, config.context, config.dim)
-        has_gradient = learns(config, stage, num_stages, frozen)
-        return torch.empty(shape, device="meta", requires_grad=has_gradient)
-
-    tokens = torch.empty(rows, config.context, dtype=torch.int64, device="meta")
-    logits = torch.empty(rows, config.context, VOCABULARY, device="meta", requires_grad=True)
-    return (
-        tokens if stage_index == 0 else hidden(stage_index - 1),
-        logits if stage_index == num_stages - 1 else hidden(stage_index),
-    )
+        draw(parameter, std * math.sqrt(3), seed, name)
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the whole model, a tied weight counted once."""
     with torch.device("meta"):
-        total = sum(p.numel() for p in Stage(config, 0, 1).parameters())
+        total = sum(p.numel() for p in GptStage(config, 0, 1).parameters())
     return total - VOCABULARY * config.dim * config.tied
+
+
+class Gpt(Model):
+    """The GPT of a run, as every model is seen."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.draws = config.model.dropout > 0
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.config.model)
+
+    @property
+    def frozen(self) -> str:
+        return f"the embedding and {self.config.train.frozen} of {self.config.model.layers} blocks"
+
+    def stages(self, indices: Sequence[int]) -> list[Stage]:
+        config = self.config
+        stages = [
+            build_stage(config.model, index, config.num_stages, config.train.seed)
+            for index in indices
+        ]
+        if config.model.tied:
+            tie_local(stages)
+        for stage in stages:
+            freeze(stage, config.train.frozen, config.model.tied)
+        return [*stages]
+
+    def inputs(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.config.model.context, dtype=torch.int64, device="meta")
+
+    def boundary(self, edge: int, rows: int) -> Tensor:
+        model = self.config.model
+        before = layers_of_stage(model.layers, edge, self.config.num_stages).stop
+        learns = before > self.config.train.frozen
+        return torch.empty(rows, model.context, model.dim, device="meta", requires_grad=learns)
+
+    def outputs(self, rows: int) -> Tensor:
+        shape = (rows, self.config.model.context, VOCABULARY)
+        return torch.empty(shape, device="meta", requires_grad=True)
+
+    def named_tensors(self, stages: Sequence[Stage]) -> dict[str, Tensor]:
+        """A tied head's weight has the embedding's name, on every process that holds a copy."""
+        found: dict[str, Tensor] = {}
+        for stage in stages:
+            for name, tensor in stage.state_dict(keep_vars=True).items():
+                is_copy = self.config.model.tied and name == "head.output.weight"
+                found["embedding.token.weight" if is_copy else name] = tensor
+        return found
+
+    def tied(self, stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
+        shared = tied_parameter(stages) if self.config.model.tied else None
+        return {} if shared is None else {"embedding": shared}

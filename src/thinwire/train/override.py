@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.train import config as configuration
-from thinwire.train import metrics
+from thinwire.train import metrics, spelling
 from thinwire.train.config import Config, ConfigError, Setting
 from thinwire.train.words import typed
 
@@ -17,6 +17,7 @@ _SINGLE = (
     "threads",
     "device",
     "json",
+    "plugin",  # another machine has the file elsewhere
     "data.path",  # another machine has the text elsewhere; its digest is compared
     "train.epochs",
     "train.steps",
@@ -30,13 +31,7 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
     ``world_size`` is what torchrun set, None outside it. Raises ConfigError where a given one
     would change what is trained.
     """
-    if not (folder / metrics.CONFIG).is_file():
-        raise ConfigError(f"--resume {folder} is no run folder: it has no {metrics.CONFIG}")
-    values = configuration.read_toml(folder / metrics.CONFIG)
-    if values.get("compare"):
-        raise ConfigError(
-            f"--resume {folder} holds compared runs; resume one of them, as {folder / 'compressed'}"
-        )
+    values = _values(folder, "--resume ")
     if "out" in given:
         raise ConfigError(f"--out doesn't go with --resume: the run stays in {folder}")
     before = configuration.build(values)
@@ -46,9 +41,43 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
             f"{typed(entry.of(before))}; "
             "begin a new run for that"
         )
+    for file in values.get("plugin", ()):
+        if "plugin" not in given and not Path(file).is_file():
+            raise ConfigError(
+                f"--resume {folder}: its plugin {file} is not there; name where it is with --plugin"
+            )
     for name in _outdated(values, given, world_size):
         values.pop(name, None)
     return configuration.build(values | given)
+
+
+def evaluated(folder: Path, given: dict[str, Any]) -> Config:
+    """The settings with which the run in ``folder`` is evaluated: all its stages in one process,
+    unless more are asked for. Raises ConfigError where it is no run's folder."""
+    values = _values(folder, "")
+    apart = (given.get("nproc") or 1) > 1
+    values |= {
+        "link.transport": "gloo" if apart else "memory",
+        "link.rate": "none",
+        "pipeline.schedule": "Interleaved1F1B",  # any does: nothing comes back
+        "nproc": 1,
+    }
+    for name in ("pipeline.stages_per_rank", "threads"):
+        values.pop(name, None)
+    return configuration.build(values | given)
+
+
+def _values(folder: Path, option: str) -> dict[str, Any]:
+    """The settings of the run in ``folder``, which ``option`` names."""
+    if not (folder / metrics.CONFIG).is_file():
+        raise ConfigError(f"{option}{folder} is no run folder: it has no {metrics.CONFIG}")
+    values = spelling.read_toml(folder / metrics.CONFIG)
+    if values.get("compare"):
+        what = "resume" if option else "evaluate"
+        raise ConfigError(
+            f"{option}{folder} holds compared runs; {what} one of them, as {folder / 'compressed'}"
+        )
+    return values
 
 
 def changed(before: Config, now: Config) -> Iterator[Setting]:
@@ -79,13 +108,16 @@ def _outdated(
 ) -> list[str]:
     """The settings that followed from others that are given anew, and were not given themselves."""
     nproc, stages, per_rank = "nproc", "pipeline.stages", "pipeline.stages_per_rank"
+    cuts = "pipeline.cuts"
     outdated: set[str] = set()
     if given.get("link.transport", values.get("link.transport")) != values.get("link.transport"):
         outdated |= {nproc, per_rank}
     if (world_size or given.get(nproc, values.get(nproc))) != values.get(nproc):
-        outdated |= {nproc, stages, per_rank}
+        outdated |= {nproc, stages, per_rank, cuts}
     if stages in given:
-        outdated |= {per_rank}
+        outdated |= {per_rank, cuts}
+    if given.get(cuts) is not None:
+        outdated |= {nproc, stages, per_rank}
     if per_rank in given or "pipeline.schedule" in given:
         outdated |= {stages, per_rank}
     if "train.epochs" in given:  # else the steps would go on replacing them

@@ -1,4 +1,4 @@
-"""What a run shows: the line while it trains, the table of its links, and the comparison."""
+"""What a run shows: the line while it trains, its numbers, and the table of its links."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from thinwire.counters import link_name
+from thinwire.train.batches import Split
 from thinwire.train.build import may_rest
 from thinwire.train.config import Config, link_rate
-from thinwire.train.data import Text
-from thinwire.train.model import parameter_count
+from thinwire.train.evaluation import reached
 from thinwire.train.storage import disk_sentence, no_room, remembers, slow_disk
-from thinwire.train.words import counted
+from thinwire.train.task import Data, Model
+from thinwire.train.tasks import task_of
+from thinwire.train.words import counted, listed
 
 _PLAIN_WIDTH = 118  # without a terminal rich would wrap the tables at 80 columns
 _REFRESH_S = 0.2
@@ -84,7 +86,8 @@ def progress_line(
     epoch: str,
     step: str,
     loss: float,
-    tokens_per_s: float,
+    unit: str,
+    per_s: float,
     links: list[dict[str, Any]],
     busy: float | None,
 ) -> str:
@@ -97,7 +100,7 @@ def progress_line(
     ratio = f"{raw / sent:.1f}x less than fp32" if sent else "nothing crossed a link"
     return (
         f"epoch {epoch}  step {step}  loss {loss:.4f}  "
-        f"{tokens_per_s:,.0f} tokens/s  {sent / 1e6:.1f} MB sent  {ratio}  "
+        f"{per_s:,.0f} {unit}/s  {sent / 1e6:.1f} MB sent  {ratio}  "
         f"link {'–' if busy is None else f'{100 * busy:.0f} %'} busy"
     )
 
@@ -107,33 +110,40 @@ def sent_bytes(links: list[dict[str, Any]]) -> int:
     return sum(link["payload_bytes"] + link["header_bytes"] for link in links)
 
 
-def opening(
-    config: Config, text: Text, training_samples: int, validation_samples: int, steps: int
-) -> str:
-    """The lines with which a run begins: what is trained, on what text, over which links."""
+def opening(config: Config, data: Data, samples: Split, model: Model, steps: int) -> str:
+    """The lines with which a run begins: what is trained, on what data, over which links."""
     pipeline, link = config.pipeline, config.link
+    task, training_samples = task_of(config), len(samples.training)
     left_out = training_samples % config.train.batch
+    counts = [f"{counted(training_samples, 'sample')} to train"]
+    counts += [f"{len(samples.validation):,} to validate"]
+    counts += [] if samples.test is None else [f"{len(samples.test):,} to test"]
     emulated = f"{link.rate}, {link.latency}, emulated"
     if link_rate(link) is None:
         emulated = "not emulated"
     shown = (
-        f"model: {parameter_count(config.model):,} parameters in {shape_text(config)}\n"
-        f"text: {text.source}, {counted(training_samples, 'sample')} to train and "
-        f"{validation_samples:,} to validate, sha256 {text.sha256[:12]}\n"
+        f"model: {model.parameters:,} parameters in {shape_text(config)}\n"
+        f"{task.noun}: {data.described}, {listed(counts)}, sha256 {data.sha256[:12]}\n"
         f"links: {link.transport}, {emulated}; forward {config.plan.forward}, "
         f"backward {config.plan.backward}\n"
         f"training: {counted(steps, 'step')} of {counted(config.train.batch, 'sample')} on "
         f"{config.device}"
     )
     if config.train.frozen:
-        shown += f"; the embedding and {config.train.frozen} of {config.model.layers} blocks frozen"
-        recurs = steps * config.train.batch > training_samples
-        if recurs and may_rest(config) and not remembers(config.plan.forward):
+        shown += f"; {model.frozen} frozen"
+        variants = samples.training.variants
+        recurs = 0 < variants * training_samples < steps * config.train.batch
+        if recurs and may_rest(config, model) and not remembers(config.plan.forward):
             shown += f"\nnote: no frozen stage can rest: {config.plan.forward} remembers no samples"
-    if text.skipped:
-        reasons = ", ".join(f"{number:,} {why}" for why, number in text.skipped.items())
-        shown += f"\nnote: files skipped in {text.source}: {reasons}"
-    if 0 < left_out < pipeline.microbatches:
+    if not samples.training.variants and remembers(config.plan.forward):
+        shown += (
+            f"\nnote: {config.plan.forward} meets no sample again, since each epoch has new "
+            "variants of all; set --data.variants, as 4, or --forward tile"
+        )
+    if data.skipped:
+        reasons = ", ".join(f"{number:,} {why}" for why, number in data.skipped.items())
+        shown += f"\nnote: files skipped in {data.source}: {reasons}"
+    if 0 < left_out < task.least_rows * pipeline.microbatches:
         shown += (
             f"\nnote: each epoch leaves out {counted(left_out, 'sample')}, too few for "
             f"{pipeline.microbatches} micro-batches, others each time"
@@ -155,11 +165,13 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
     screen.print()
     if summary["links"]:
         screen.print(link_table(summary["links"]))
-    screen.print(
-        f"validation loss {summary['val_loss']:.4f} with the codec off, "
-        f"{summary['val_loss_codec']:.4f} with it on",
-        soft_wrap=True,
-    )
+    for part, name in (("val", "validation"), ("test", "test")):
+        if f"{part}_loss" in summary:
+            off, on = (
+                reached(summary[f"{part}_loss{codec}"], summary.get(f"{part}_accuracy{codec}"))
+                for codec in ("", "_codec")
+            )
+            screen.print(f"{name} loss {off} with the codec off, {on} with it on", soft_wrap=True)
     if bits := bits_sentence(summary):
         screen.print(bits, soft_wrap=True, markup=False)
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
@@ -263,61 +275,3 @@ def new_table(title: str, first_column: str) -> Table:
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column(first_column, overflow="fold")
     return made
-
-
-def comparison(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Speed and loss of the run ``compressed`` against ``fp32`` and ``bf16``, from summaries."""
-    ours = runs["compressed"]
-    return {
-        f"against_{name}": {
-            "speedup_step": other["step_ms_median"] / ours["step_ms_median"],
-            "speedup_run": other["train_s"] / ours["train_s"],
-            "traffic_ratio": (
-                sent_bytes(other["links"]) / sent_bytes(ours["links"]) if ours["links"] else None
-            ),
-            "val_loss_difference": ours["val_loss"] - other["val_loss"],
-            "val_loss_codec_difference": ours["val_loss_codec"] - other["val_loss_codec"],
-        }
-        for name, other in runs.items()
-        if name != "compressed"
-    }
-
-
-def comparison_sentence(compared: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
-    """The comparison in words, with what it rests on."""
-    parts = [
-        f"{against['speedup_run']:.2f}x as fast as {name.removeprefix('against_')} "
-        f"({against['speedup_step']:.2f}x by the median step), "
-        f"validation loss {against['val_loss_difference']:+.4f}"
-        for name, against in compared.items()
-    ]
-    ours = runs["compressed"]
-    over = f"Over {counted(ours['steps'], 'step')}"
-    if any("first" in link["kinds"] for link in ours["links"]):
-        over += ", first visits included,"
-    return f"{over} the compressed run is {'; '.join(parts)}."
-
-
-def comparison_table(runs: dict[str, dict[str, Any]]) -> Table:
-    """One row a run: validation loss codec off and on, times, traffic, and against fp32 the
-    speed-up by the median step and by the run, and the difference in loss.
-    """
-    table = new_table("Compared on the same schedule and link", "run")
-    headings = ("loss", "codec on", "step ms", "run s", "MB", "x step", "x run", "- fp32")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    fp32 = runs["fp32"]
-    for name, run in runs.items():
-        plan = run["config"]["plan"]
-        table.add_row(
-            f"{name} {plan['forward']} {plan['backward']}",
-            f"{run['val_loss']:.4f}",
-            f"{run['val_loss_codec']:.4f}",
-            f"{run['step_ms_median']:.1f}",
-            f"{run['train_s']:.1f}",
-            f"{sent_bytes(run['links']) / 1e6:.1f}",
-            f"{fp32['step_ms_median'] / run['step_ms_median']:.2f}x",
-            f"{fp32['train_s'] / run['train_s']:.2f}x",
-            f"{run['val_loss'] - fp32['val_loss']:+.4f}",
-        )
-    return table

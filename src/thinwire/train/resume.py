@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from thinwire.pipeline.state import fresh
 from thinwire.train import config as configuration
-from thinwire.train import disk, metrics, model, override, ranks, storage, weights
+from thinwire.train import disk, metrics, override, ranks, spelling, storage, weights
 from thinwire.train.build import Run
 from thinwire.train.checkpoint import PROGRESS_FILE, set_generator_states, versions
 from thinwire.train.choose import Choice, choose
@@ -54,15 +54,16 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
     Raises ConfigError, on all ranks alike, where the run is complete, or another one by now.
     """
     place = run.place
-    stages = [stage.stage_index for stage in run.stages]
-    choice, lines = choose(home, place.rank, place.world_size, stages)
+    choice, lines = choose(
+        home, place.rank, place.world_size, lambda manifest: _has_our_stages(run, home, manifest)
+    )
     for line in lines:
         _say(screen, line)
     if choice is None:
         _say(screen, "there is no complete checkpoint yet: the run begins anew")
         return Progress()
     facts = _facts(choice, home, place.rank)
-    before = configuration.build(configuration.from_toml(facts["config"], home.folder))
+    before = _settings(home, facts)
     _check(run, home, facts, before, choice.key.step)
     for line in _notes(run, facts):
         _say(screen, line)
@@ -74,6 +75,18 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
         _say(screen, line)
     _say(screen, f"goes on after step {progress.step} of {run.steps}")
     return progress
+
+
+def _settings(home: Home, manifest: Mapping[str, Any]) -> Config:
+    """The settings with which a part was written."""
+    return configuration.build(spelling.from_toml(manifest["config"], home.folder))
+
+
+def _has_our_stages(run: Run, home: Home, manifest: Mapping[str, Any]) -> bool:
+    """Whether a part has the stages that this rank holds now, cut at the same places."""
+    if manifest["stages"] != [stage.stage_index for stage in run.stages]:
+        return False
+    return run.task.cut_at(_settings(home, manifest)) == run.task.cut_at(run.config)
 
 
 def _say(screen: Console, line: str) -> None:
@@ -94,10 +107,10 @@ def _facts(choice: Choice, home: Home, rank: int) -> dict[str, Any]:
 
 
 def _check(run: Run, home: Home, facts: Mapping[str, Any], before: Config, step: int) -> None:
-    """Refuse to go on with another text, with other settings, or with nothing left to do."""
+    """Refuse to go on with other data, with other settings, or with nothing left to do."""
     where = f"--resume {home.folder}"
-    if facts["text"] != run.text_sha256:
-        raise ConfigError(f"{where}: the text is not the one that it was trained on")
+    if facts["text"] != run.data.sha256:
+        raise ConfigError(f"{where}: {run.task.other_data}")
     for entry in override.changed(before, run.config):
         raise ConfigError(f"{where}: {entry.name} is not what the run was trained with")
     if facts["steps_per_epoch"] != run.steps_per_epoch:
@@ -141,7 +154,7 @@ def _notes(run: Run, facts: Mapping[str, Any]) -> list[str]:
 def _read_own(run: Run, home: Home, choice: Choice, before: Config) -> tuple[Progress, list[str]]:
     """Everything from this rank's own part; ``before`` are the settings that wrote it."""
     part = choice.parts[run.place.rank]
-    tensors = model.named_tensors(run.stages, run.config.model.tied)
+    tensors = run.model.named_tensors(run.stages)
     with _naming(part):
         entries = weights.read(part.folder, part.manifest["weights"], tensors)
         weights.apply(entries, tensors, run.optimizer)
@@ -197,8 +210,7 @@ def _move(
 ) -> tuple[Progress, list[str]]:
     """Weights and optimizer state by name; what belonged to the old processes begins anew."""
     step = choice.key.step
-    tensors = model.named_tensors(run.stages, run.config.model.tied)
-    weights.apply(_fetched(tensors, choice.parts, run.place.rank), tensors, run.optimizer)
+    fetch_weights(run, choice)
     # every rank's generator stood elsewhere: begin a stream that no start of a run has used
     digest = hashlib.sha256(f"resumed:{run.config.train.seed}:{step}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
@@ -215,6 +227,13 @@ def _move(
     if step < run.steps:  # the clock too: its seconds were those of other processes
         noted["clock"] = {}
     return Progress(step, noted), [line]
+
+
+def fetch_weights(run: Run, choice: Choice) -> None:
+    """Give this rank's stages and optimizer what a checkpoint holds of them, wherever its parts
+    are (collective)."""
+    tensors = run.model.named_tensors(run.stages)
+    weights.apply(_fetched(tensors, choice.parts, run.place.rank), tensors, run.optimizer)
 
 
 def _fetched(

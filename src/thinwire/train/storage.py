@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import thinwire as tw
 from thinwire.codecs.keeping import KEEPINGS
@@ -21,6 +20,8 @@ from thinwire.store.tier import STEPS_IN_RAM
 from thinwire.train import pace
 from thinwire.train.config import Config, ConfigError, parse_size
 from thinwire.train.size import available_memory
+from thinwire.train.stage import Stage
+from thinwire.train.task import Model
 from thinwire.train.words import counted
 
 #: Slots that a reference may take on disk: now, in the two checkpoints that are kept (a run that is
@@ -36,7 +37,7 @@ def remembers(spec: str) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """What one rank would remember of all samples.
+    """What one rank would remember of all samples, each of their variants being one.
 
     ``bytes_a_sample``: of all its ends of links; ``slots_a_sample``: of their slots on disk, by
     which a bound counts. ``step_bytes``: of the samples of a step.
@@ -47,6 +48,12 @@ class Need:
     bytes_a_sample: int
     slots_a_sample: int
     step_bytes: int
+    variants: int = 1
+
+    @property
+    def named(self) -> str:
+        """How many there are, in words."""
+        return f"{self.samples:,} {'samples' if self.variants == 1 else 'variants of samples'}"
 
     @property
     def total(self) -> int:
@@ -57,24 +64,22 @@ class Need:
         return self.samples * self.slots_a_sample
 
 
-def need_of(config: Config, rank: int, samples: int) -> Need:
-    """What ``rank`` would remember of ``samples`` samples."""
-    links = pace.links_of(config)
-    values = config.model.context * config.model.dim
+def need_of(config: Config, model: Model, rank: int, samples: int, variants: int = 1) -> Need:
+    """What ``rank`` would remember of ``samples`` samples, of which so many variants recur each."""
     ends = total = slots = 0
     for forward, spec in ((True, config.plan.forward), (False, config.plan.backward)):
         keyed = None if spec == "off" else tw.scheme(spec).keyed
         if keyed is None or keyed.by != "sample":
             continue  # one for each place in the batch is not worth a word
-        count = sum(
-            (rank == (link.upper if forward else link.lower))
-            + keyed.shared * (rank == (link.lower if forward else link.upper))
-            for link in links
-        )
-        ends += count
-        row = KEEPINGS[keyed.kept].nbytes(values)
-        total, slots = total + count * row, slots + count * slot_size(row)
-    return Need(samples, ends, total, slots, config.train.batch * total)
+        for link in pace.links_of(config):
+            sender, receiver = link.upper, link.lower
+            if not forward:
+                sender, receiver = receiver, sender
+            count = (rank == sender) + keyed.shared * (rank == receiver)
+            row = KEEPINGS[keyed.kept].nbytes(model.values(link.edge))
+            ends, total = ends + count, total + count * row
+            slots += count * slot_size(row)
+    return Need(samples * variants, ends, total, slots, config.train.batch * total, variants)
 
 
 def storage_of(
@@ -88,6 +93,8 @@ def storage_of(
     """
     if not need.ends:
         return tw.Storage()
+    if not need.samples:  # none will be met again: there is no room to remember any
+        return tw.Storage(ram=0)
     ram = None if config.ref.budget is None else parse_size(config.ref.budget, "--ref.budget")
     disk = None if config.ref.disk is None else parse_size(config.ref.disk, "--ref.disk")
     kept = need.total if not disk else min(need.total, disk // _COPIES)
@@ -119,7 +126,7 @@ def _check_ram(config: Config, need: Need, kept: int, local_ranks: int) -> None:
     if available is None or config.device != "cpu" or kept * local_ranks <= available // 2:
         return
     raise ConfigError(
-        f"the references of {need.samples:,} samples take {bytes_text(kept)} on each of "
+        f"the references of {need.named} take {bytes_text(kept)} on each of "
         f"{local_ranks} ranks here, more than half of the {bytes_text(available)} of RAM that "
         "are available; set --ref.budget, as 2gb: what is beyond goes to disk"
     )
@@ -131,7 +138,7 @@ def _check_disk(need: Need, disk: int | None, folder: Path, local_ranks: int) ->
     if most * local_ranks <= free:
         return
     raise ConfigError(
-        f"the references of {need.samples:,} samples take up to {bytes_text(most)} of disk, "
+        f"the references of {need.named} take up to {bytes_text(most)} of disk, "
         f"{_COPIES} times for the checkpoints, on each of {local_ranks} ranks here, but {folder} "
         f"has {bytes_text(free)} free; set --ref.disk to less, as 10gb: samples for which there is "
         "no room are sent as values"
@@ -140,19 +147,20 @@ def _check_disk(need: Need, disk: int | None, folder: Path, local_ranks: int) ->
 
 def sentence(
     config: Config,
+    model: Model,
     need: Need,
     storage: tw.Storage,
-    stages: Sequence[nn.Module],
+    stages: Sequence[Stage],
     device: torch.device,
 ) -> str | None:
     """What a rank remembers, where, and what it writes a day at most; None if it remembers nothing.
 
     ``stages``: this rank's, to time them.
     """
-    if not need.ends:
+    if not need.ends or not need.samples:
         return None
     ends = "one end of a link" if need.ends == 1 else f"{need.ends} ends of links"
-    text = f"references: {need.samples:,} samples at {ends}, {bytes_text(need.total)} a rank"
+    text = f"references: {need.named} at {ends}, {bytes_text(need.total)} a rank"
     available = available_memory()
     memory = "" if available is None else f" ({bytes_text(available)} available)"
     room = _room(need, storage)
@@ -161,7 +169,7 @@ def sentence(
     if not is_spilled and not config.checkpoint.every:
         return f"{text}{part}. They are in RAM{memory}; none goes to disk unless the run is stopped"
     kept = _where(config, storage, is_spilled, memory)
-    step_s = pace.least_step_s(config, room, stages, device)
+    step_s = pace.least_step_s(config, model, room, stages, device)
     a_day = written_a_step(config, need, storage) * _DAY / step_s
     return (
         f"{text}{part}. {kept}. At most {bytes_text(a_day)} a day are written, with steps of "
@@ -229,6 +237,8 @@ def disk_sentence(summary: Mapping[str, Any]) -> str:
 def no_room(summary: Mapping[str, Any]) -> str | None:
     """On how many visits there was no room to remember the sample; None if there always was."""
     plan = summary["config"]["plan"]
+    if summary["config"]["data"]["augment"] != "none" and not summary["config"]["data"]["variants"]:
+        return None  # nothing that was sent could have been of use again
     shares = [
         link["kinds"]["value"]["values"] / link["values"]
         for link in summary["links"]

@@ -7,42 +7,33 @@ from typing import Any
 
 import torch
 
-import thinwire as tw
 from thinwire.train.bound import bound_sentence, next_flag, step_costs
+from thinwire.train.build import Run
 from thinwire.train.checkpoint import versions
-from thinwire.train.config import Config
-from thinwire.train.data import Text
 from thinwire.train.journal import Journal, split_reports
-from thinwire.train.model import parameter_count
 
 
-def summarise(
-    config: Config,
-    text: Text,
-    pipeline: tw.Pipeline,
-    journal: Journal,
-    losses: dict[str, float],
-    steps: int,
-    epochs: int,
-) -> dict[str, Any]:
+def summarise(run: Run, journal: Journal, reached: dict[str, float]) -> dict[str, Any]:
     """The summary of a run that has ended; gathers counters, so all ranks call it."""
-    links, control = split_reports(pipeline)
+    config, data, unit = run.config, run.data, run.task.unit
+    links, control = split_reports(run.pipeline)
     per_rank = journal.clock.of_all_ranks()
     hops = len({link["edge"] for link in links})
     timed = journal.clock.steps  # a run resumed on other processes is timed from there on
     costs = step_costs(per_rank, timed, hops, config)
     train_s = per_rank[0]["step_s"]
     return {
-        **losses,
-        "tokens_per_s": journal.clock.tokens / train_s,
+        "train_loss": journal.loss,
+        **reached,
+        f"{unit}_per_s": journal.clock.tokens / train_s,
         "step_ms_median": journal.clock.median_ms,
         "train_s": train_s,
-        "steps": steps,
-        "epochs": epochs,
-        "tokens": journal.tokens,
+        "steps": run.steps,
+        "epochs": run.epochs,
+        unit: journal.tokens,
         "links": links,
         "bits_per_value": {d: mean_bits(links, d) for d in ("forward", "backward")},
-        "references": pipeline.reference_reports(),
+        "references": run.pipeline.reference_reports(),
         "control": control,
         "bound": {
             **dataclasses.asdict(costs),
@@ -53,12 +44,11 @@ def summarise(
         "cpu": cpu_costs(per_rank, timed),
         "checkpoints": dataclasses.asdict(journal.checkpoints),
         "data": {
-            "source": text.source,
-            "sha256": text.sha256,
-            "train_bytes": len(text.train),
-            "validation_bytes": len(text.validation),
+            "source": data.source,
+            "sha256": data.sha256,
+            **data.facts,
         },
-        "parameters": parameter_count(config.model),
+        "parameters": run.model.parameters,
         "seed": config.train.seed,
         "threads": torch.get_num_threads(),
         "versions": versions(),

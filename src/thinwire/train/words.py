@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -14,6 +15,11 @@ def counted(count: int, noun: str) -> str:
     """``1 stage``, ``2 stages``, ``3 micro-batches``."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def listed(items: Sequence[str]) -> str:
+    """``one``, ``one and two``, ``one, two and three``."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""``thinwire check``: what is asked of every codec and scheme, tried on one."""

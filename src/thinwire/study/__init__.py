@@ -1,0 +1,1 @@
+"""Studies: plans by seeds, run, compared and told in one table."""

@@ -1,0 +1,246 @@
+"""What a study compares, read from a TOML file: plans, seeds, learning rates, and what they share.
+
+    title = "Quantized activations and gradients"
+    baseline = "raw / raw"
+    seeds = 3
+
+    [settings]                        # of thinwire train, for all runs
+    train.epochs = 3
+
+    [[plan]]
+    forward = "raw"
+    backward = "raw"
+
+    [[plan]]                          # lists: all combinations
+    forward = ["int4", "int2"]
+    backward = ["int8", "int4"]
+    settings = { plan.dense_epochs = 1 }
+
+A case is a plan with a seed and a learning rate. What two cases of a seed share besides the plan is
+the same in both: initial weights, order of the samples, dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.spec import nearest
+from thinwire.train import config as configuration
+from thinwire.train.config import ConfigError
+from thinwire.train.spelling import typed_values
+from thinwire.train.words import one_line
+
+Settings = Mapping[str, Any]
+
+#: All stages in one process, through real schemes and frames, one thread: many runs side by side.
+_SHARED: dict[str, Any] = {"link.transport": "memory", "link.rate": "none", "threads": 1}
+_RATES = ("1000mbit", "500mbit", "100mbit")
+_KEYS = {
+    *("title", "baseline", "seeds", "settings", "plan", "learning_rates", "rates", "target"),
+    *("deviations", "not_run"),
+}
+_PLAN_KEYS = {"name", "forward", "backward", "settings"}
+_MOST_CASES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One of what is compared: the settings in which it differs from the others."""
+
+    name: str
+    settings: Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run: a plan, a seed and a learning rate."""
+
+    plan: Plan
+    seed: int
+    lr: float | None  # None: that of the settings
+    settings: Settings
+
+    @property
+    def key(self) -> str:
+        """A digest of all its settings: runs with the same key give the same losses."""
+        text = json.dumps(dict(sorted(self.settings.items())))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A study as it is asked for.
+
+    ``baseline`` names the plan that the others are compared with. ``learning_rates``: each plan is
+    tried at all of them on one seed, and takes the best on validation. ``target``: the validation
+    loss to which the time is predicted; None: what the baseline reaches, and 1 % more. ``not_run``:
+    why nobody has run it as it is. ``deviations``: in what it differs from what it replicates.
+    """
+
+    title: str
+    settings: Settings
+    plans: tuple[Plan, ...]
+    baseline: str
+    seeds: int = 3
+    learning_rates: tuple[float, ...] = ()
+    rates: tuple[str, ...] = _RATES
+    target: float | None = None
+    deviations: tuple[str, ...] = ()
+    not_run: str | None = None
+
+    def case(self, plan: Plan, seed: int, lr: float | None) -> Case:
+        """The run of a plan."""
+        settings = {**_SHARED, **self.settings, **plan.settings, "train.seed": seed}
+        if lr is not None:
+            settings["train.lr"] = lr
+        return Case(plan, seed, lr, settings)
+
+    def trials(self, plan: Plan) -> list[Case]:
+        """The runs that choose a plan's learning rate; none where there is no choice."""
+        return [self.case(plan, 0, lr) for lr in self.learning_rates]
+
+    def finals(self, plan: Plan, lr: float | None) -> list[Case]:
+        """The runs of a plan that are reported."""
+        return [self.case(plan, seed, lr) for seed in range(self.seeds)]
+
+
+def read(path: Path, added: Sequence[str] = (), seeds: int | None = None) -> Grid:
+    """The study in ``path``, and plans ``added`` to it: ``forward``, or ``forward / backward``.
+
+    Raises ConfigError where something in it is unknown, of another type, or there twice.
+    """
+    document = _document(path)
+    shared = typed_values(_flat(document.get("settings", {})), path)
+    plans = [plan for entry in _entries(document, path) for plan in _plans(entry, path)]
+    plans += [_added(text) for text in added]
+    names = [plan.name for plan in plans]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path}: the plan '{twice}' is there twice; name one of them otherwise")
+    baseline = _text(document, "baseline", names[0], path)
+    if baseline not in names:
+        raise ConfigError(f"{path}: no plan is called '{baseline}'{nearest(baseline, names)}")
+    grid = Grid(
+        _text(document, "title", path.stem, path),
+        shared,
+        tuple(plans),
+        baseline,
+        _seeds(document, seeds, path),
+        tuple(_numbers(document, "learning_rates", path)),
+        tuple(_texts(document, "rates", path) or _RATES),
+        next(iter(_numbers(document, "target", path)), None),
+        tuple(_texts(document, "deviations", path)),
+        _text(document, "not_run", "", path) or None,
+    )
+    if len(plans) * grid.seeds > _MOST_CASES:
+        raise ConfigError(f"{path}: {len(plans) * grid.seeds:,} runs; at most {_MOST_CASES:,} go")
+    return grid
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the study {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+        raise ConfigError(f"{path} is no valid TOML: {one_line(error)}") from None
+    for key in document:
+        if key not in _KEYS:
+            raise ConfigError(f"{path}: unknown key '{key}'{nearest(key, _KEYS)}")
+    return document
+
+
+def _entries(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    entries = document.get("plan")
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(e, dict) for e in entries)
+    ):
+        raise ConfigError(f"{path}: a study needs plans, each under [[plan]]")
+    return entries
+
+
+def _plans(entry: Mapping[str, Any], path: Path) -> Iterator[Plan]:
+    """The plans of a table: more than one where it has lists."""
+    for key in entry:
+        if key not in _PLAN_KEYS:
+            raise ConfigError(f"{path}: unknown key '{key}' in a plan{nearest(key, _PLAN_KEYS)}")
+    given = {f"plan.{way}": entry[way] for way in ("forward", "backward") if way in entry}
+    given |= _flat(entry.get("settings", {}))
+    choices = [value if isinstance(value, list) else [value] for value in given.values()]
+    if not all(choices):
+        raise ConfigError(f"{path}: an empty list in a plan leaves nothing to run")
+    several = any(len(choice) > 1 for choice in choices)
+    if several and "name" in entry:
+        raise ConfigError(f"{path}: a plan with lists is several; leave its name out")
+    for chosen in itertools.product(*choices):
+        values = typed_values(dict(zip(given, chosen, strict=True)), path)
+        name = _text(entry, "name", _name(values), path)
+        yield Plan(name, values)
+
+
+def _added(text: str) -> Plan:
+    forward, slash, backward = (part.strip() for part in text.partition(" / "))
+    values = {"plan.forward": forward, "plan.backward": backward if slash else forward}
+    return Plan(_name(values), values)
+
+
+def _name(values: Settings) -> str:
+    """What a plan is called that has no name: its schemes, and what else it sets."""
+    default = configuration.Config().plan
+    forward = values.get("plan.forward", default.forward)
+    backward = values.get("plan.backward", default.backward)
+    others = [f"{key}={v}" for key, v in values.items() if key not in _SCHEMES]
+    return ", ".join([f"{forward} / {backward}", *others])
+
+
+_SCHEMES = ("plan.forward", "plan.backward")
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables under dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _text(table: Mapping[str, Any], key: str, default: str, path: Path) -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{path}: {key} = {value!r} is no text")
+    return value
+
+
+def _texts(table: Mapping[str, Any], key: str, path: Path) -> list[str]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"{path}: {key} = {value!r} is no list of texts")
+    return value
+
+
+def _numbers(table: Mapping[str, Any], key: str, path: Path) -> list[float]:
+    value = table.get(key, [])
+    values = value if isinstance(value, list) else [value]
+    if not all(type(one) in (int, float) and one > 0 for one in values):
+        raise ConfigError(f"{path}: {key} = {value!r}: numbers above 0")
+    return [float(one) for one in values]
+
+
+def _seeds(document: Mapping[str, Any], given: int | None, path: Path) -> int:
+    value = document.get("seeds", 3) if given is None else given
+    if type(value) is not int or not 1 <= value <= 100:
+        where = f"{path}: seeds" if given is None else "--seeds"
+        raise ConfigError(f"{where} = {value!r}: a whole number from 1 to 100")
+    return value

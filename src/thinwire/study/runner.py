@@ -1,0 +1,151 @@
+"""Does the runs that a study lacks, each in a process of its own, some of them side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from thinwire.study.grid import Case
+from thinwire.study.results import Result, append, load, of_failure, of_run, split_of
+from thinwire.train import config as configuration
+from thinwire.train.config import KINDS, VISION, ConfigError
+from thinwire.train.metrics import SUMMARY
+from thinwire.train.spelling import to_toml
+
+_POLL_S = 0.2
+#: How a run ends that the plan itself has broken: the study goes on, and says so.
+_BROKEN = ("not finite", "diverged")
+
+
+@dataclass
+class _Running:
+    case: Case
+    folder: Path
+    process: subprocess.Popen[str]
+    stderr: IO[str]
+
+
+class Runner:
+    """Runs cases in ``folder`` with ``jobs`` processes at once; results are kept there.
+
+    ``say`` is told of each run that has ended. ``keep``: leave the runs' checkpoints where they
+    are.
+    """
+
+    def __init__(
+        self, folder: Path, jobs: int, say: Callable[[str], None], keep: bool = False
+    ) -> None:
+        self._folder, self._jobs, self._say, self._keep = folder, jobs, say, keep
+        self._running: list[_Running] = []
+
+    def run(self, cases: Iterable[Case]) -> dict[str, Result]:
+        """The results of all of ``cases``, by key; those that are there already are not run again.
+
+        Raises ConfigError with the run's own line where one is refused or breaks off.
+        """
+        done = load(self._folder)
+        waiting = [case for key, case in {c.key: c for c in cases}.items() if key not in done]
+        total = len(waiting)
+        try:
+            while waiting or self._running:
+                for one in [r for r in self._running if r.process.poll() is not None]:
+                    self._running.remove(one)
+                    result = self._result(one)
+                    append(self._folder, result)
+                    done[one.case.key] = result
+                    left = len(waiting) + len(self._running)
+                    self._say(f"{total - left}/{total}  {_described(one.case, result)}")
+                while waiting and len(self._running) < self._jobs:
+                    self._running.append(self._start(waiting.pop(0)))
+                time.sleep(_POLL_S)
+        finally:
+            for one in self._running:
+                one.process.terminate()
+            for one in self._running:
+                one.process.wait()
+        return done
+
+    def _start(self, case: Case) -> _Running:
+        folder = self._folder / "runs" / case.key
+        words = ["train", "--resume", str(folder)]
+        if not (folder / "run.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            settings = folder.parent / f"{case.key}.toml"
+            settings.write_text(to_toml(configuration.build(case.settings)), encoding="utf-8")
+            words = ["train", str(settings), "--out", str(folder)]
+        return _Running(case, folder, *self._process(words))
+
+    def _process(self, words: Sequence[str]) -> tuple[subprocess.Popen[str], IO[str]]:
+        command = [sys.executable, "-m", "thinwire", *words]
+        stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by _line
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=stderr, env=_environment(), text=True
+        )
+        return process, stderr
+
+    def _result(self, one: _Running) -> dict[str, Any]:
+        """The result of a run that has ended."""
+        line = _line(one.stderr)
+        if one.process.returncode != 0 or not (one.folder / SUMMARY).exists():
+            if any(word in line for word in _BROKEN):
+                return of_failure(one.case, line)
+            raise ConfigError(f"{_name(one.case)}: {line}")
+        summary = json.loads((one.folder / SUMMARY).read_text(encoding="utf-8"))
+        result = of_run(one.case, one.folder, summary, self._recalibrated(one, summary))
+        if not self._keep:
+            for checkpoints in one.folder.glob("rank-*"):
+                shutil.rmtree(checkpoints)
+        return result
+
+    def _recalibrated(self, one: _Running, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The score with the codec off and statistics of batch normalization anew, where the model
+        has those."""
+        if KINDS[summary["config"]["model"]["kind"]] != VISION:
+            return []
+        words = ["eval", str(one.folder), "--json", "--codec", "off", "--recalibrate"]
+        command = [sys.executable, "-m", "thinwire", *words, "--split", split_of(summary)]
+        found = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=_environment()
+        )
+        if found.returncode != 0:
+            raise ConfigError(f"{_name(one.case)}: {_last(found.stderr)}")
+        scores = json.loads(found.stdout)["scores"]
+        return [{**score, "codec": "off, recalibrated"} for score in scores]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def _name(case: Case) -> str:
+    rate = "" if case.lr is None else f", lr {case.lr:g}"
+    return f"{case.plan.name}, seed {case.seed}{rate}"
+
+
+def _described(case: Case, result: Result) -> str:
+    if "failed" in result:
+        return f"{_name(case)}: {result['failed']}"
+    parts = [f"{score['codec']} {score['loss']:.4f}" for score in result["scores"]]
+    return f"{_name(case)}: loss with codec {', '.join(parts)}"
+
+
+def _line(stderr: IO[str]) -> str:
+    with stderr:
+        stderr.seek(0)
+        return _last(stderr.read())
+
+
+def _last(text: str) -> str:
+    """The last line of what a process said, without its beginning."""
+    lines = text.strip().splitlines() or ["it ended without a word"]
+    return lines[-1].removeprefix("thinwire: error: ")

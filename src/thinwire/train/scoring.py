@@ -1,0 +1,126 @@
+"""Evaluates a run that has been trained, with its codecs on the links, without, or with others.
+
+``thinwire eval`` and ``thinwire recalibrate``. Nothing of the run is changed: weights are read from
+its newest complete checkpoint, evaluation moves no state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import thinwire as tw
+from thinwire.train import check, statistics
+from thinwire.train.asked import AS_TRAINED, OFF, Asked
+from thinwire.train.build import Place, Run, build
+from thinwire.train.choose import choose
+from thinwire.train.config import Config, ConfigError, PlanConfig, RefConfig
+from thinwire.train.evaluation import Evaluation, evaluate
+from thinwire.train.home import Home
+from thinwire.train.resume import fetch_weights
+from thinwire.train.task import Data
+
+STATISTICS = "statistics-{}.safetensors"
+
+
+def score(
+    config: Config, data: Data, place: Place, home: Home, asked: Asked, screen: Console
+) -> dict[str, Any]:
+    """Evaluate as ``asked``, and show it; returns it as JSON values, alike on all ranks.
+
+    Raises ConfigError, on all ranks alike, where there is no complete checkpoint, no such split, or
+    nothing to recalibrate.
+    """
+    trained = config.plan
+    found = []
+    for codec in asked.codecs:
+        plan = _plan(trained, codec)
+        coded = dataclasses.replace(config, plan=plan, ref=RefConfig())
+        check.check_plan(coded)
+        run = build(coded, data, place, home.folder / f"rank-{place.rank}")
+        step = _load(run, home, asked)
+        samples = run.samples.parts.get(asked.split)
+        if samples is None:
+            raise ConfigError(f"the data have no {asked.split} split; leave --split out")
+        if asked.recalibrate:
+            _recalibrate(run, home, codec, asked)
+        one = evaluate(run, samples, codec=codec != OFF)
+        run.pipeline.close()
+        found.append({"codec": codec, "plan": plan.forward, **_numbers(one)})
+        what = ", statistics estimated anew" if asked.recalibrate else ""
+        _say(screen, f"{asked.split} loss with codec {_named(codec, plan)}{what}: {one}")
+    document = {
+        "run": str(home.folder),
+        "step": step,
+        "split": asked.split,
+        "recalibrated": bool(asked.recalibrate or asked.statistics),
+        "scores": [{"split": asked.split, **one} for one in found],
+    }
+    for line in warnings(trained, asked):
+        _say(screen, f"note: {line}")
+    return document
+
+
+def warnings(trained: PlanConfig, asked: Asked) -> list[str]:
+    """What there is to know of a plan that is a part of the model's function."""
+    scheme = None if trained.forward == "off" else tw.scheme(trained.forward)
+    if scheme is None or not scheme.sparse or OFF not in asked.codecs:
+        return []
+    again = "" if asked.recalibrate else ", or recalibrate"
+    line = (
+        f"the model was trained with {trained.forward} between its stages, which is a part of what "
+        f"it computes: with codec off it is another model. Use it as trained{again}."
+    )
+    return [line]
+
+
+def _plan(trained: PlanConfig, codec: str) -> PlanConfig:
+    """The stateless plan that a codec stands for; gradients do not travel."""
+    if codec == OFF or (codec == AS_TRAINED and trained.forward == "off"):
+        return PlanConfig("raw", "raw")
+    scheme = tw.scheme(trained.forward if codec == AS_TRAINED else codec)
+    return PlanConfig(str(scheme.stateless()), "raw")
+
+
+def _named(codec: str, plan: PlanConfig) -> str:
+    return f"{codec} ({plan.forward})" if codec == AS_TRAINED else codec
+
+
+def _load(run: Run, home: Home, asked: Asked) -> int:
+    """Give this rank's stages the weights of the newest complete checkpoint; returns its step."""
+    choice, _ = choose(home, run.place.rank, run.place.world_size, lambda manifest: False)
+    if choice is None:
+        raise ConfigError(f"{home.folder} has no complete checkpoint to evaluate")
+    fetch_weights(run, choice)
+    if asked.statistics is not None:
+        path = Path(asked.statistics)
+        try:
+            statistics.put(run, load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"can't read the statistics {path}: {error}") from None
+    return choice.key.step
+
+
+def _recalibrate(run: Run, home: Home, codec: str, asked: Asked) -> None:
+    if not statistics.gathered(run):
+        raise ConfigError("the model keeps no running statistics: there is nothing to recalibrate")
+    statistics.estimate(run, codec != OFF, asked.recalibrate)
+    if asked.save:
+        found = statistics.gathered(run)
+        if run.place.rank == 0:
+            name = STATISTICS.format("".join(c if c.isalnum() else "-" for c in codec))
+            save_file(found, home.folder / name)
+
+
+def _numbers(one: Evaluation) -> dict[str, float]:
+    accuracy = {} if one.accuracy is None else {"accuracy": one.accuracy}
+    return {"loss": one.loss, **accuracy}
+
+
+def _say(screen: Console, line: str) -> None:
+    screen.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,111 @@
+"""How a study is read: combinations, names, what is shared, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.study.grid import Grid, read
+from thinwire.train.config import ConfigError
+
+
+def grid_of(tmp_path: Path, text: str, **options: object) -> Grid:
+    file = tmp_path / "grid.toml"
+    file.write_text(text)
+    return read(file, **options)  # type: ignore[arg-type]
+
+
+PLANS = """
+[settings]
+train.epochs = 2
+"model.dim" = 64
+
+[[plan]]
+name = "fp32"
+forward = "raw"
+backward = "raw"
+
+[[plan]]
+forward = ["int4", "int2"]
+backward = ["int8", "int4"]
+"""
+
+
+def test_lists_are_all_combinations(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, PLANS)
+    names = ["fp32", "int4 / int8", "int4 / int4", "int2 / int8", "int2 / int4"]
+    assert [plan.name for plan in grid.plans] == names
+    assert grid.baseline == "fp32"
+    assert grid.seeds == 3
+
+
+def test_a_case_has_what_all_share_and_what_is_its_own(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, PLANS)
+    case = grid.case(grid.plans[1], seed=2, lr=0.01)
+    assert case.settings == {
+        "link.transport": "memory",
+        "link.rate": "none",
+        "threads": 1,
+        "train.epochs": 2,
+        "model.dim": 64,
+        "plan.forward": "int4",
+        "plan.backward": "int8",
+        "train.seed": 2,
+        "train.lr": 0.01,
+    }
+    assert case.key == grid.case(grid.plans[1], seed=2, lr=0.01).key
+    others = [grid.case(grid.plans[1], seed=1, lr=0.01), grid.case(grid.plans[2], seed=2, lr=0.01)]
+    assert case.key not in {other.key for other in others}
+
+
+def test_plans_and_seeds_may_be_given_beside_the_file(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, PLANS, added=["tile", "int3 / int6"], seeds=5)
+    assert [plan.name for plan in grid.plans][-2:] == ["tile / tile", "int3 / int6"]
+    assert grid.seeds == 5
+    assert len(grid.finals(grid.plans[0], None)) == 5
+
+
+def test_each_plan_is_tried_at_the_same_learning_rates(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "learning_rates = [0.1, 0.01]\n" + PLANS)
+    assert [[case.lr for case in grid.trials(plan)] for plan in grid.plans] == [[0.1, 0.01]] * 5
+    assert {case.seed for case in grid.trials(grid.plans[0])} == {0}
+    # the first of the runs that are reported is one of those
+    assert grid.finals(grid.plans[0], 0.1)[0].key == grid.trials(grid.plans[0])[0].key
+
+
+def test_a_plan_may_set_more_than_its_schemes(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, '[[plan]]\nforward = "int4"\nsettings = { train.epochs = [1, 2] }\n')
+    assert [plan.name for plan in grid.plans] == [
+        "int4 / int8, train.epochs=1",
+        "int4 / int8, train.epochs=2",
+    ]
+
+
+WRONG = {
+    "[[plan]]\nforwards = 'int4'": "unknown key 'forwards' in a plan; did you mean 'forward'",
+    "titel = 'x'\n[[plan]]\nforward = 'int4'": "unknown key 'titel'; did you mean 'title'",
+    "title = 'x'": "a study needs plans, each under [[plan]]",
+    "plan = 3": "a study needs plans",
+    "[[plan]]\nforward = []": "an empty list in a plan leaves nothing to run",
+    "[[plan]]\nforward = 4": "plan.forward = 4 is not text",
+    "[[plan]]\nforward = ['int4', 'int2']\nname = 'x'": "a plan with lists is several",
+    "[[plan]]\nforward = 'int4'\n[[plan]]\nforward = 'int4'": "'int4 / int8' is there twice",
+    "baseline = 'fp31'\n[[plan]]\nname = 'fp32'": "no plan is called 'fp31'; did you mean 'fp32'",
+    "seeds = 0\n[[plan]]\nforward = 'int4'": "seeds = 0: a whole number from 1 to 100",
+    "[settings]\ntrain.epoch = 1\n[[plan]]\nforward = 'int4'": "unknown setting 'train.epoch'",
+    "learning_rates = ['x']\n[[plan]]\nforward = 'int4'": "numbers above 0",
+    "[": "is no valid TOML",
+    "deviations = 'x'\n[[plan]]\nforward = 'int4'": "is no list of texts",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_makes_no_sense_is_one_line(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grid_of(tmp_path, text)
+    assert WRONG[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't read the study"):
+        read(tmp_path / "none.toml")
