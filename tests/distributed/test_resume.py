@@ -60,6 +60,7 @@ CASES = {
         f"--forward=ef21(topk:0.3,ref=int8) --backward=ef({NOISY}) --ref.budget=60kb",
     ),
     "by slot": (2, "--forward=ef21(topk:0.2,key=slot) --backward=efmixed(topk:0.2,key=slot)"),
+    "warm start": (2, "--forward=ef21(topk:0.3) --backward=ef(topk:0.2) --plan.dense_steps=5"),
     "shared mask": (2, "--forward=ef(topk:0.3) --backward=topk:0.3/bf16,mask=shared"),
     "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }

@@ -187,3 +187,39 @@ def test_statistics_of_another_model_are_refused(pool: Pool, tmp_path: Path) -> 
     ((found, _),) = pool.run(scored, words, folder, world_size=1)
     assert isinstance(found, str)
     assert "the statistics are those of another model" in found
+
+
+def test_compression_begins_when_it_is_told_and_what_it_loses_is_noted(
+    pool: Pool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    options = [*TINY, "--data.path", text_in(tmp_path), "--forward=topk:0.2", "--backward=int4"]
+    options += ["--plan.dense_epochs=1", "--plan.dense_steps=2", "--train.measure_every=2"]
+    outcome, _ = pool.run(run, options, str(folder), world_size=2)
+    assert outcome.how == "complete", outcome
+    assert "is a part of what it computes" in outcome.shown
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    an_epoch = len(steps) // 3
+    assert [r["step"] for r in steps if "fidelity" in r] == list(range(2, len(steps) + 1, 2))
+    for record in steps:
+        for link in record.get("fidelity", []):
+            dense = record["step"] <= an_epoch
+            assert (link["relative_error"] == 0) == dense
+            assert link["direction"] in ("forward", "backward")
+
+
+def test_all_stages_in_one_process_are_the_same_run(pool: Pool, tmp_path: Path) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    options = [*TINY, "--data.path", text_in(tmp_path), "--forward=ef(topk:0.3)"]
+    pool.run(run, options, str(apart), world_size=2)
+    words = [*options, "--parallel.inprocess", "--pipeline.stages=2"]
+    pool.run(run, words, str(together), world_size=1)
+    one, other = summary_of(str(apart)), summary_of(str(together))
+    assert one["val_loss"] == other["val_loss"]
+    assert one["train_loss"] == other["train_loss"]
+    kept = ("payload_bytes", "header_bytes", "messages", "values")
+    assert [[link[k] for k in kept] for link in one["links"]] == [
+        [link[k] for k in kept] for link in other["links"]
+    ]
+    assert other["config"]["link"]["transport"] == "memory"

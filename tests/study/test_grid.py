@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.study.arguments import read_options
 from thinwire.study.grid import Grid, read
 from thinwire.train.config import ConfigError
 
@@ -109,3 +110,33 @@ def test_what_makes_no_sense_is_one_line(text: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't read the study"):
         read(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("name", ["quantization", "topk", "feedback"])
+def test_the_studies_that_come_along_can_be_run(name: str) -> None:
+    grid = read_options([name, "--seeds", "1"]).grid
+    assert grid.baseline == "fp32"
+    assert len(grid.plans) > 8
+    assert grid.deviations
+
+
+def test_plugins_lie_beside_the_study_or_where_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    grid = grid_of(tmp_path, 'plugins = ["own.py"]\n' + PLANS, plugins=["typed.py"])
+    case = grid.case(grid.plans[0], 0, None)
+    assert case.settings["plugin"] == (str(tmp_path / "own.py"), str(tmp_path / "typed.py"))
+    (tmp_path / "moved").mkdir()
+    moved = grid_of(tmp_path / "moved", 'plugins = ["own.py"]\n' + PLANS)
+    assert moved.case(moved.plans[0], 0, None).key == case.key  # wherever the files are
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text('[[plan]]\nforward = "int4"\nbackward = "topk:0.1,mask=shared"\n')
+    with pytest.raises(ConfigError, match="takes its mask from the forward link"):
+        read_options([str(file)])
+    file.write_text('[[plan]]\nforward = "int44"\n')
+    with pytest.raises(ConfigError, match="the plan 'int44 / int8': in spec"):
+        read_options([str(file)])

@@ -12,8 +12,10 @@ from typing import Any
 from thinwire.study import tables
 from thinwire.study.grid import Grid, Plan, read
 from thinwire.study.results import Result, load
-from thinwire.train.config import ConfigError
+from thinwire.train import extend
+from thinwire.train.config import PLUGIN_HELP, ConfigError
 from thinwire.train.parser import Parser
+from thinwire.train.words import one_line
 
 _SHIPPED = Path(__file__).parent / "grids"
 _EPILOG = """examples:
@@ -32,7 +34,6 @@ class Options:
     grid: Grid
     folder: Path
     jobs: int
-    plugins: tuple[str, ...]
     json: bool
     report: bool
     keep: bool
@@ -116,17 +117,32 @@ def read_options(arguments: Sequence[str]) -> Options:
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
         raise ConfigError(f"there is no study {given.grid}; those that come with thinwire: {known}")
-    grid = read(path, given.add or [], _whole("--seeds", given.seeds))
+    grid = read(path, given.add or [], _whole("--seeds", given.seeds), given.plugin or [])
+    extend.load(tuple(grid.settings.get("plugin", ())))
+    check_specs(grid)
     folder = Path(given.out) if given.out else Path("studies") / path.stem
     return Options(
         grid,
         folder,
         _whole("--jobs", given.jobs) or 1,
-        tuple(given.plugin or ()),
         given.json,
         given.report,
         given.keep,
     )
+
+
+def check_specs(grid: Grid) -> None:
+    """Refuse a plan whose schemes cannot be read, or do not go together, before anything runs."""
+    import thinwire as tw
+
+    for plan in grid.plans:
+        settings = grid.case(plan, 0, None).settings
+        forward = settings.get("plan.forward", "raw")
+        backward = settings.get("plan.backward", "raw" if forward == "off" else "int8")
+        try:
+            tw.Plan("raw" if forward == "default" else forward, backward)
+        except tw.SpecError as error:
+            raise ConfigError(f"the plan '{plan.name}': {one_line(error)}") from None
 
 
 def _whole(name: str, text: str | None) -> int | None:
@@ -151,9 +167,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--add", action="append", metavar="SPEC", help="a further plan: int4, or 'int4 / int8'"
     )
-    parser.add_argument(
-        "--plugin", action="append", metavar="FILE", help="a file that registers codecs"
-    )
+    parser.add_argument("--plugin", action="append", metavar="FILE", help=PLUGIN_HELP)
     parser.add_argument("--seeds", metavar="N", help="seeds for each plan, instead of the file's")
     parser.add_argument("--out", metavar="DIR", help="the study's folder (default studies/NAME)")
     parser.add_argument("--jobs", metavar="N", help="runs side by side, a thread each (default 1)")

@@ -44,7 +44,7 @@ _SHARED: dict[str, Any] = {"link.transport": "memory", "link.rate": "none", "thr
 _RATES = ("1000mbit", "500mbit", "100mbit")
 _KEYS = {
     *("title", "baseline", "seeds", "settings", "plan", "learning_rates", "rates", "target"),
-    *("deviations", "not_run"),
+    *("deviations", "not_run", "plugins"),
 }
 _PLAN_KEYS = {"name", "forward", "backward", "settings"}
 _MOST_CASES = 10_000
@@ -70,7 +70,8 @@ class Case:
     @property
     def key(self) -> str:
         """A digest of all its settings: runs with the same key give the same losses."""
-        text = json.dumps(dict(sorted(self.settings.items())))
+        settings = {k: v for k, v in self.settings.items() if k != "plugin"}  # it may be moved
+        text = json.dumps(dict(sorted(settings.items())))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -111,13 +112,23 @@ class Grid:
         return [self.case(plan, seed, lr) for seed in range(self.seeds)]
 
 
-def read(path: Path, added: Sequence[str] = (), seeds: int | None = None) -> Grid:
+def read(
+    path: Path,
+    added: Sequence[str] = (),
+    seeds: int | None = None,
+    plugins: Sequence[str] = (),
+) -> Grid:
     """The study in ``path``, and plans ``added`` to it: ``forward``, or ``forward / backward``.
+
+    ``plugins``: further files that register codecs or schemes.
 
     Raises ConfigError where something in it is unknown, of another type, or there twice.
     """
     document = _document(path)
     shared = typed_values(_flat(document.get("settings", {})), path)
+    beside = [path.parent / file for file in _texts(document, "plugins", path)]
+    if files := [*beside, *map(Path, plugins)]:
+        shared["plugin"] = tuple(str(file.absolute()) for file in files)
     plans = [plan for entry in _entries(document, path) for plan in _plans(entry, path)]
     plans += [_added(text) for text in added]
     names = [plan.name for plan in plans]

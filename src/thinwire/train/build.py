@@ -77,6 +77,12 @@ class Run:
         return self.config.train.steps or self.config.train.epochs * self.steps_per_epoch
 
     @property
+    def dense_steps(self) -> int:
+        """So many steps are trained on values as they are, before compression begins."""
+        plan = self.config.plan
+        return max(plan.dense_steps, plan.dense_epochs * self.steps_per_epoch)
+
+    @property
     def epochs(self) -> int:
         return math.ceil(self.steps / self.steps_per_epoch)
 

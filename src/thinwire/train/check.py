@@ -40,6 +40,12 @@ def resolved(config: Config, world_size: int | None = None) -> Config:
     ``world_size`` is what torchrun set, None outside it. Raises ConfigError before any process
     starts; codec strings are checked by ``check_plan`` since that needs torch.
     """
+    if config.parallel.inprocess:
+        config = dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(config.parallel, inprocess=False),
+            link=dataclasses.replace(config.link, transport="memory"),
+        )
     task = task_of(config)
     _check_numbers(config, task)
     _check_paths(config, task)
@@ -88,6 +94,9 @@ _LIMITS: dict[str, tuple[float, float]] = {  # of whole numbers else from 1 to _
     "train.seed": (0, _INT64),
     "data.seed": (0, _INT64),
     "train.frozen": (0, _INT64),
+    "train.measure_every": (0, _INT64),
+    "plan.dense_steps": (0, _INT64),
+    "plan.dense_epochs": (0, _INT64),
     "train.weight_decay": (0, math.inf),
     "train.clip": (0, math.inf),
     "data.size": (1, 4096),

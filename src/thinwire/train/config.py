@@ -127,6 +127,9 @@ class TrainConfig:
     )
     seed: int = setting(0, "of the weights, the order of the samples, dropout and augmentation")
     log_every: int = setting(10, "steps between two progress lines")
+    measure_every: int = setting(
+        50, "steps between two measurements of what coding loses on each link; 0: none"
+    )
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,15 @@ class PlanConfig:
         "or from 2 on where a frozen stage can rest, else tile",
     )
     backward: str = setting("int8", "codec or scheme of the gradients")
+    dense_steps: int = setting(0, "steps before compression begins, which fill what schemes keep")
+    dense_epochs: int = setting(0, "the same in epochs; the later of the two counts")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    inprocess: bool = setting(
+        False, "all stages in one process, as a debugger wants them: link.transport memory"
+    )
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,7 @@ class Config:
     train: TrainConfig = TrainConfig()
     link: LinkConfig = LinkConfig()
     plan: PlanConfig = PlanConfig()
+    parallel: ParallelConfig = ParallelConfig()
     ref: RefConfig = RefConfig()
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

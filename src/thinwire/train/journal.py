@@ -141,9 +141,16 @@ class Journal:
         self._stepped = time.perf_counter()
 
     def end_step(
-        self, step: int, epoch: int, lr: float, result: tw.StepResult, logged: bool
+        self,
+        step: int,
+        epoch: int,
+        lr: float,
+        result: tw.StepResult,
+        logged: bool,
+        measured: bool = False,
     ) -> None:
-        """Note step number ``step``; ``logged`` also reads the links' counters, on every rank."""
+        """Note step number ``step``; ``logged`` also reads the links' counters, on every rank, and
+        ``measured`` what coding has lost."""
         ended = time.perf_counter()
         step_s, cpu_s = ended - self._began, time.process_time() - self._cpu_began
         timers = self._pipeline.take_timers() | {"optimizer_s": ended - self._stepped}
@@ -169,6 +176,8 @@ class Journal:
             kept = ("edge", "direction", "messages", "rested", "payload_bytes", "header_bytes")
             record["links"] = [{name: link[name] for name in kept} for link in self._links]
             self._logged = (self.tokens, self.clock.step_s)
+        if measured:
+            record["fidelity"] = self._pipeline.fidelity_reports()
         self._write(record)
 
     def end_epoch(self, step: int, epoch: int, validated: Evaluation) -> None:

@@ -92,6 +92,8 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
         for group in run.optimizer.param_groups:
             group["lr"] = lr
 
+        every = config.train.measure_every
+        measured = every > 0 and step % every == 0
         journal.begin_step()
         samples = run.sized(training.batch(numbers, epoch), training)
         run.optimizer.zero_grad(set_to_none=True)
@@ -101,12 +103,14 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
             sample_ids=samples.sample_ids,
             lengths=samples.lengths,
             next_sample_ids=None if is_last else training.ids(next_numbers, next_epoch),
+            dense=step <= run.dense_steps,
+            measure=measured,
         )
         journal.begin_optimizer()
         run.optimizer.step()
         ends_epoch = is_last or next_epoch != epoch
         log = ends_epoch or step % config.train.log_every == 0
-        journal.end_step(step, epoch + 1, lr, result, log)
+        journal.end_step(step, epoch + 1, lr, result, log, measured)
 
         if ends_epoch and not is_last:
             validated = evaluate(run, run.samples.validation, codec=True)

@@ -11,7 +11,7 @@ from thinwire.train import metrics, spelling
 from thinwire.train.config import Config, ConfigError, Setting
 from thinwire.train.words import typed
 
-_SECTIONS = ("pipeline", "link", "plan", "checkpoint")
+_SECTIONS = ("pipeline", "link", "parallel", "plan", "checkpoint")
 _SINGLE = (
     "nproc",
     "threads",
@@ -22,6 +22,7 @@ _SINGLE = (
     "train.epochs",
     "train.steps",
     "train.log_every",
+    "train.measure_every",
 )
 
 

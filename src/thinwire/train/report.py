@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text as Line
 
+import thinwire as tw
 from thinwire.counters import link_name
 from thinwire.train.batches import Split
 from thinwire.train.build import may_rest
@@ -186,7 +187,20 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
         screen.print(note, soft_wrap=True, markup=False)
     if note := first_visits_only(summary):
         screen.print(note, soft_wrap=True, markup=False)
+    if note := part_of_the_model(summary["config"]["plan"]["forward"]):
+        screen.print(f"note: {note}", soft_wrap=True, markup=False)
     screen.print(f"run folder: {folder}", soft_wrap=True, markup=False)
+
+
+def part_of_the_model(forward: str) -> str | None:
+    """What there is to know of a forward scheme that is a part of what the model computes."""
+    if forward == "off" or not tw.scheme(forward).sparse:
+        return None
+    return (
+        f"the model was trained with {forward} between its stages, which is a part of what it "
+        "computes: with the codec off it is another model. Use it as trained, or recalibrate it "
+        "where it has batch normalization."
+    )
 
 
 def bits_sentence(summary: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import thinwire as tw
-from thinwire.train import check, statistics
+from thinwire.train import check, report, statistics
 from thinwire.train.asked import AS_TRAINED, OFF, Asked
 from thinwire.train.build import Place, Run, build
 from thinwire.train.choose import choose
@@ -68,15 +68,8 @@ def score(
 
 def warnings(trained: PlanConfig, asked: Asked) -> list[str]:
     """What there is to know of a plan that is a part of the model's function."""
-    scheme = None if trained.forward == "off" else tw.scheme(trained.forward)
-    if scheme is None or not scheme.sparse or OFF not in asked.codecs:
-        return []
-    again = "" if asked.recalibrate else ", or recalibrate"
-    line = (
-        f"the model was trained with {trained.forward} between its stages, which is a part of what "
-        f"it computes: with codec off it is another model. Use it as trained{again}."
-    )
-    return [line]
+    line = report.part_of_the_model(trained.forward)
+    return [line] if line is not None and OFF in asked.codecs else []
 
 
 def _plan(trained: PlanConfig, codec: str) -> PlanConfig:
