@@ -61,6 +61,8 @@ class StepPlan:
 
     ``frozen``: so many stages, from the first on, compute the same at each visit of a sample.
     ``loss_scale``: what the loss is multiplied by before it goes back, None where it is not.
+    ``dense``: values travel as they are, and leave the state that codecs without loss would.
+    ``measure``: senders find out what coding loses.
     """
 
     step: int
@@ -72,6 +74,8 @@ class StepPlan:
     next_keys: tuple[int, ...] | None = None
     frozen: int = 0
     loss_scale: float | None = None
+    dense: bool = False
+    measure: bool = False
 
     @property
     def keys(self) -> tuple[int, ...]:

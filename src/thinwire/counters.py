@@ -46,7 +46,11 @@ class Tally:
             setattr(self, name, getattr(self, name) + value)
 
 
-_EARLY = (Kind.FIRST, Kind.SECOND)  # of a sample's visits: not what a long run is made of
+_EARLY = (
+    Kind.FIRST,
+    Kind.SECOND,
+    Kind.DENSE,
+)  # of a sample's visits: not what a long run is made of
 _LATER = (Kind.CHANGE, Kind.SECOND, Kind.RESEED, Kind.SAME)
 _SUMS = ("training", "steady", "evaluation")  # fields of LinkCounters
 

@@ -36,10 +36,16 @@ LOSSY = [
     "int4:zstd",
     "tile",
     "topk:0.1",
+    "randk:0.2",
+    "randk:0.5/int8,unbiased",
+    "threshold:1.5",
+    "threshold:2/int4",
+    "rudakov-int4",
+    "acsgd-int4",
 ]
 ALL = ["raw", *LOSSY]
 #: Those whose rows are coded each on its own, and those whose size follows from the shape.
-ROWWISE = [name for name in ALL if "zstd" not in name]
+ROWWISE = [name for name in ALL if "zstd" not in name and not codec(name).together]
 FIXED = [name for name in ALL if codec(name).fixed_size]
 
 

@@ -54,6 +54,13 @@ CASES = {
         "--link.transport=memory --pipeline.stages=4 --train.frozen=2 --forward=delta(int4)",
     ),
     "frozen, four ranks": (4, "--train.frozen=3 --forward=delta(int3)"),
+    "error feedback": (2, "--forward=topk:0.3/int8 --backward=ef(topk:0.1)"),
+    "error feedback on disk": (
+        4,
+        f"--forward=ef21(topk:0.3,ref=int8) --backward=ef({NOISY}) --ref.budget=60kb",
+    ),
+    "by slot": (2, "--forward=ef21(topk:0.2,key=slot) --backward=efmixed(topk:0.2,key=slot)"),
+    "shared mask": (2, "--forward=ef(topk:0.3) --backward=topk:0.3/bf16,mask=shared"),
     "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }
 

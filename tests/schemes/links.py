@@ -47,9 +47,9 @@ class Link:
         self.receiver: Any = self.scheme.receiver()
         self.kinds: list[Kind] = []
 
-    def begin(self, *visits: Visit) -> None:
-        self.sender.begin_step(visits)
-        self.receiver.begin_step(visits)
+    def begin(self, *visits: Visit, dense: bool = False) -> None:
+        self.sender.begin_step(visits, dense)
+        self.receiver.begin_step(visits, dense)
 
     def move(self, x: Tensor, microbatch: int, there: Visit) -> Tensor:
         """One micro-batch from end to end."""
@@ -58,11 +58,16 @@ class Link:
         y: Tensor = self.receiver.decode(off_the_wire(on_the_wire(sections)), microbatch, there)
         return y
 
-    def step(self, x: Tensor, keys: Sequence[int]) -> Tensor:
-        """A training step of one micro-batch [rows, width] with full rows."""
+    def step(
+        self, x: Tensor, keys: Sequence[int], dense: bool = False, counts: bool = True
+    ) -> Tensor:
+        """A training step of one micro-batch [rows, width] with full rows; whether it counts."""
         there = full(keys, x[0].numel())
-        self.begin(there)
-        return self.move(x, 0, there)
+        self.begin(there, dense=dense)
+        y = self.move(x, 0, there)
+        if counts:
+            self.sender.end_step()
+        return y
 
     def evaluate(self, x: Tensor) -> Tensor:
         """What edges do in evaluation: a fresh stateless pair."""

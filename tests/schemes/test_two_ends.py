@@ -18,7 +18,12 @@ from thinwire.network import GlooTransport
 from thinwire.schemes import scheme
 
 STEPS = 1000
-SPECS = ["delta(int4)", "delta(int2,first=int4)", "delta(int4:round=stochastic,first=fp16)"]
+SPECS = [
+    "delta(int4)",
+    "delta(int2,first=int4)",
+    "delta(int4:round=stochastic,first=fp16)",
+    "ef21(topk:0.2,ref=bf16)",
+]
 
 
 def one_end(rank: int, world_size: int, spec: str, steps: int) -> list[int]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from thinwire.codecs import cast, integer, ops, raw, tile, topk
+from thinwire.codecs import (  # noqa: F401  each registers its names
+    cast,
+    integer,
+    ops,
+    published,
+    randk,
+    raw,
+    threshold,
+    tile,
+    topk,
+)
 from thinwire.codecs.base import Codec
 from thinwire.codecs.tensors import Bits, Ragged, TensorCodec
 from thinwire.errors import SpecError
@@ -16,14 +26,9 @@ __all__ = [
     "Codec",
     "Ragged",
     "TensorCodec",
-    "cast",
     "codec",
-    "integer",
     "ops",
-    "raw",
     "register_codec",
-    "tile",
-    "topk",
 ]
 
 T = TypeVar("T", bound=Codec | TensorCodec)

@@ -51,13 +51,18 @@ class Codec(Named):
         return False
 
     @property
-    def fixed_size(self) -> bool:
-        """Whether the size of a row's bytes depends on its length and dtype alone."""
+    def alone(self) -> bool:
+        """Whether its payloads can be decoded by themselves."""
         return True
 
     @property
-    def rowwise(self) -> bool:
-        """Whether a row's bytes follow from that row, its length and its seed alone."""
+    def together(self) -> bool:
+        """Whether rows are coded together: a row's bytes depend on the others'."""
+        return False
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether the size of a row's bytes depends on its length and dtype alone."""
         return True
 
     @abstractmethod
@@ -130,7 +135,7 @@ class Codec(Named):
 
     def max_nbytes(self, shape: Sequence[int], dtype: torch.dtype, rows: int | None = None) -> int:
         """The most bytes that ``encode`` yields for whole rows of this shape and dtype."""
-        count, n = _layout(shape, rows)
+        count, n = layout(shape, rows)
         return count * self.row_nbytes(n, dtype)
 
     def encode(
@@ -150,7 +155,7 @@ class Codec(Named):
         """
         _check_tensor(self, x)
         self.check_dtype(x.dtype)
-        count, n = _layout(x.shape, rows)
+        count, n = layout(x.shape, rows)
         x2 = x.detach().resolve_neg().reshape(count, n)
         sizes = row_sizes(lengths, count, n)
         out = self._room(x2, sizes, out)
@@ -181,7 +186,7 @@ class Codec(Named):
         """
         _check_tensor(self, payload)
         self.check_dtype(dtype)
-        count, n = _layout(shape, rows)
+        count, n = layout(shape, rows)
         sizes = row_sizes(lengths, count, n)
         total = self._payload_nbytes(count, n, sizes, dtype)
         least = total
@@ -208,6 +213,17 @@ class Codec(Named):
         if y is not out:
             out.copy_(y)
         return out
+
+    def transmitted(
+        self,
+        payload: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: int,
+        lengths: Lengths | None,
+    ) -> Tensor:
+        """Which values a payload that can be decoded has transmitted, bool [rows, n]: all."""
+        return torch.ones((rows, math.prod(shape) // max(rows, 1)), dtype=torch.bool)
 
     def encode_change(
         self,
@@ -370,7 +386,7 @@ def _first_unfit(x: Tensor, lengths: Lengths | None, rows: int) -> int:
     return int(bad[0]) if len(bad) else int(valid.flatten().abs().argmax())
 
 
-def _layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
+def layout(shape: Sequence[int], rows: int | None) -> tuple[int, int]:
     """(rows, values a row) of a tensor."""
     numel = math.prod(shape)
     if any(d < 0 for d in shape):

@@ -10,52 +10,59 @@ see ``thinwire.native.topk``.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, saturated
-from thinwire.codecs.raw import Raw
-from thinwire.errors import SpecError
+from thinwire.codecs import share as shares
+from thinwire.codecs.base import Codec, Lengths, row_sizes, saturated
 from thinwire.native import topk, topk_kernels
-from thinwire.spec import names, nearest, parse, register
+from thinwire.spec import register
 
-_SHARE = re.compile(r"[0-9]*\.?[0-9]+|[0-9]+\.")
-_MOST_DECIMALS = 9
 _MOST_VALUES = 1 << 31
-_RAW = Raw()
 
 
 @register("codec", "topk")
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """``share`` is a decimal above 0 and up to 1, and may name the values' codec: ``0.1/int8``."""
+    """``share`` is a decimal above 0 and up to 1, and may name the values' codec: ``0.1/int8``.
+
+    ``mask=shared``, on a pipeline's backward link, keeps what the forward link has transmitted of
+    the same micro-batch instead, and sends no positions; see ``thinwire.schemes.mask``.
+    """
 
     share: str = dataclasses.field(metadata={"positional": "0.1"})
+    mask: Literal["own", "shared"] = "own"
 
     _invalid: ClassVar[str] = "positions or values that do not fit"
 
     def __post_init__(self) -> None:
-        number, slash, coder = str(self.share).partition("/")
-        object.__setattr__(self, "share", _canonical_share(number) + slash + coder)
-        if slash:
-            _values_codec(coder)
+        object.__setattr__(self, "share", shares.canonical("topk", self.share))
 
     @property
     def fraction(self) -> Fraction:
         """The share of values kept, exactly."""
-        return _fraction(self.share)
+        return shares.fraction(self.share)
+
+    @property
+    def alone(self) -> bool:
+        return self.mask == "own"
+
+    def halved(self) -> TopK:
+        """The same with half of the share."""
+        number, slash, coder = self.share.partition("/")
+        half = f"{Decimal(number) / 2:f}"
+        return TopK(f"{half}{slash}{coder}", self.mask)
 
     @property
     def values(self) -> Codec:
         """What the kept values are coded in."""
-        _, slash, coder = self.share.partition("/")
-        return _values_codec(coder) if slash else _RAW
+        return shares.values_of("topk", self.share)
 
     @property
     def stochastic(self) -> bool:
@@ -67,15 +74,15 @@ class TopK(Codec):
 
     def kept(self, n: int) -> int:
         """How many of ``n`` values are kept."""
-        return -(-n * self.fraction.numerator // self.fraction.denominator)
+        return shares.kept(self.fraction, n)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)
-        return self.values.row_nbytes(k, _carrier(dtype)) + self._most_positions(n, k)
+        return self.values.row_nbytes(k, carrier(dtype)) + self._most_positions(n, k)
 
     def most_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)
-        return self.values.most_row_nbytes(k, _carrier(dtype)) + self._most_positions(n, k)
+        return self.values.most_row_nbytes(k, carrier(dtype)) + self._most_positions(n, k)
 
     def _most_positions(self, n: int, k: int) -> int:
         return topk.positions_max_nbytes(n, k, topk.modulus(self.fraction))
@@ -83,16 +90,16 @@ class TopK(Codec):
     def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         k = self.kept(n)
         positions = topk.positions_min_nbytes(n, k, topk.modulus(self.fraction))
-        return self.values.row_nbytes(k, _carrier(dtype)) + positions
+        return self.values.row_nbytes(k, carrier(dtype)) + positions
 
     def _encode_all(
         self, x2: Tensor, sizes: list[int] | None, seeds: Tensor, out: Tensor
     ) -> int | None:
-        x = x2.to(_carrier(x2.dtype))
+        x = x2.to(carrier(x2.dtype))
         # row-major even where a dimension of size 1 hides a stride from contiguous()
         x = x if x.stride(1) == 1 else x.reshape(-1).contiguous().view(x.shape)
         rows = self._rows(x, sizes)
-        if self.values == _RAW:
+        if self.values == shares.RAW:
             starts = topk_kernels.encode(x, rows, out, None)
             return None if starts is None else int(starts[-1])
         values, kept = self._values_of(rows, x)
@@ -111,7 +118,7 @@ class TopK(Codec):
         y = y2 if y2.dtype in topk.DTYPES else y2.new_empty(y2.shape, dtype=torch.float32)
         rows = self._rows(y, sizes)
         values = None
-        if self.values != _RAW:
+        if self.values != shares.RAW:
             coded = topk_kernels.take_values(rows, payload)
             if coded is None:
                 return False
@@ -123,6 +130,32 @@ class TopK(Codec):
         if y is not y2:
             y2.copy_(saturated(y, y2.dtype))
         return True
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        super().check_dtype(dtype)
+        if self.mask == "shared":
+            raise ValueError(
+                f"codec {self}: the mask is that of a pipeline's forward link; it codes no tensor "
+                "by itself"
+            )
+
+    def transmitted(
+        self,
+        payload: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rows: int,
+        lengths: Lengths | None,
+    ) -> Tensor:
+        n = math.prod(shape) // max(rows, 1)
+        found = payload.new_zeros((rows, n), dtype=torch.float32)
+        if n:
+            sizes = row_sizes(lengths, rows, n)
+            kinds = self._rows(found.to(carrier(dtype)), sizes)
+            ones = found.new_ones((rows, int(kinds.kept.max()) if rows else 0))
+            if not topk_kernels.decode(kinds, payload.contiguous(), ones, found):
+                raise ValueError(f"codec {self}: the payload holds {self._invalid}")
+        return found > 0
 
     def _rows(self, x: Tensor, sizes: list[int] | None) -> topk.Rows:
         count, n = x.shape
@@ -147,36 +180,6 @@ class TopK(Codec):
         return values, None if bool((rows.kept == most).all()) else rows.kept.tolist()
 
 
-def _carrier(dtype: torch.dtype) -> torch.dtype:
+def carrier(dtype: torch.dtype) -> torch.dtype:
     """What values of ``dtype`` are selected and kept in."""
     return dtype if dtype in topk.DTYPES else torch.float32
-
-
-@functools.cache
-def _fraction(share: str) -> Fraction:
-    return Fraction(share.partition("/")[0])
-
-
-def _canonical_share(text: str) -> str:
-    if not _SHARE.fullmatch(text):
-        raise SpecError(
-            f"topk: {text!r} is not a share such as 0.1; write topk:0.1 or topk:0.1/int8"
-        )
-    whole, _, decimals = text.partition(".")
-    whole, decimals = whole.lstrip("0") or "0", decimals.rstrip("0")
-    share = Fraction(f"{whole}.{decimals or '0'}")
-    if not 0 < share <= 1:
-        raise SpecError(f"topk: a share of {text} is not above 0 and at most 1")
-    if len(decimals) > _MOST_DECIMALS:
-        raise SpecError(f"topk: a share has at most {_MOST_DECIMALS} decimals, not {text}")
-    return f"{whole}.{decimals}" if decimals else whole
-
-
-@functools.cache
-def _values_codec(name: str) -> Codec:
-    """The codec that ``name`` names; anything that cannot code the kept values is an error."""
-    known = set(names("codec")) - {"topk", "raw"}
-    coder = parse(name) if name in known else None
-    if not isinstance(coder, Codec) or not coder.fixed_size:
-        raise SpecError(f"topk: {name!r} is no codec for the kept values{nearest(name, known)}")
-    return coder

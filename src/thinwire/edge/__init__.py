@@ -7,9 +7,10 @@ each neighbour on another endpoint; it sends on one link and receives on the oth
 from __future__ import annotations
 
 from thinwire.boundary import StepPlan
-from thinwire.edge.link import Names
+from thinwire.edge.link import Link, Names
 from thinwire.edge.receiver import LinkReceiver
 from thinwire.edge.sender import LinkSender
+from thinwire.schemes.mask import MaskEnd
 
 __all__ = ["EdgeEnd", "LinkReceiver", "LinkSender", "Names"]
 
@@ -21,6 +22,15 @@ class EdgeEnd:
         self.outgoing, self.incoming = outgoing, incoming
         #: The other end, where it lives in this process.
         self.peer: EdgeEnd | None = None
+        self._share_masks()
+
+    def _share_masks(self) -> None:
+        """Let the backward link, if it wants to, know what the forward link has transmitted."""
+        ways: list[Link] = [self.outgoing, self.incoming]
+        forward, backward = sorted(ways, key=lambda link: link.place.direction)
+        for index, state in backward.states.items():
+            if isinstance(state, MaskEnd):
+                forward.states[index].supports = state.masks
 
     def begin_step(self, plan: StepPlan, receives: bool, sends: bool) -> None:
         """Start a step; gradients neither go nor come in evaluation."""

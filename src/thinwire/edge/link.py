@@ -15,16 +15,15 @@ from torch import Tensor
 
 from thinwire import frame
 from thinwire.boundary import Boundary, StepPlan
-from thinwire.codecs import codec
 from thinwire.counters import Timers
 from thinwire.errors import LinkError
 from thinwire.frame import Direction, Place
 from thinwire.network import Transport
 from thinwire.schemes import Foreseen, Receiver, Scheme, Sender, Value, Visit
+from thinwire.schemes.base import RAW
 from thinwire.store import ReferenceStore
 from thinwire.store.references import PARTS
 
-RAW = codec("raw")
 #: A frame that says why its sender gave up must fit into every posted receive.
 _MIN_RECEIVE = 4096
 
@@ -73,7 +72,10 @@ class Link(ABC):
 
     @property
     def reference_bytes(self) -> int:
-        """Bytes of all references of a sample at the declared maximum."""
+        """Bytes of all references of a sample at the declared maximum; none where they are few, one
+        for each place in the batch."""
+        if not self.scheme.needs_keys:
+            return 0
         sizes = {b.index: math.prod(b.shape[1:]) for b in self.boundaries}
         return sum(store.keeping.nbytes(sizes[index]) for index, store in self.stores.items())
 
@@ -113,7 +115,7 @@ class Link(ABC):
                 state = self.states[boundary.index]
                 shapes = [boundary.shape_for(mb.rows, plan.seq_len) for mb in plan.microbatches]
                 visits = [self.visit(boundary, k, shape) for k, shape in enumerate(shapes)]
-                state.begin_step(visits)
+                state.begin_step(visits, plan.dense)
                 if len(self.boundaries) == 1:
                     self.resting = self._at_rest(state)
                     if self.device.type == "cpu":
@@ -161,10 +163,33 @@ class Link(ABC):
             padded = True
         seeds = _no_seeds(mb.rows)
         if self.scheme.stochastic:
-            keys = mb.keys or [f"{microbatch}.{row}" for row in range(mb.rows)]
+            keys: Sequence[Any] = mb.keys or [f"{microbatch}.{row}" for row in range(mb.rows)]
             drawn = [_seed(self.plan, self.place, boundary.index, key) for key in keys]
             seeds = torch.tensor(drawn, dtype=torch.int64)
-        return Visit(mb.keys, lengths, seeds, padded)
+        return Visit(self._keys(microbatch), lengths, seeds, padded)
+
+    def _keys(self, microbatch: int) -> tuple[int, ...] | None:
+        """What tells the rows of a micro-batch apart: sample ids, or places in the batch."""
+        parts = self.plan.microbatches
+        if not self.by_slot:
+            return parts[microbatch].keys
+        first = sum(mb.rows for mb in parts[:microbatch])
+        return tuple(range(first, first + parts[microbatch].rows))
+
+    @functools.cached_property
+    def by_slot(self) -> bool:
+        """Whether rows are told apart by their places in the batch."""
+        keyed = self.scheme.keyed
+        return keyed is not None and keyed.by == "slot"
+
+    @property
+    def shares(self) -> bool:
+        """Whether both ends hold the same of each key."""
+        return self.scheme.keyed is not None and self.scheme.keyed.shared
+
+    def own_keys(self, sample_ids: Sequence[int]) -> Sequence[int]:
+        """The keys here of a batch of these samples."""
+        return range(len(sample_ids)) if self.by_slot else sample_ids
 
     def active_scheme(self) -> Scheme:
         """The scheme of this step: its stateless part in evaluation, raw where exact is asked."""
@@ -176,7 +201,7 @@ class Link(ABC):
         """The most bytes of a micro-batch's message."""
         plan = self.plan
         rows = plan.microbatches[microbatch].rows
-        known = (rows, plan.seq_len, plan.train, plan.codec)
+        known = (rows, plan.seq_len, plan.train, plan.codec, plan.dense)
         if known not in self._most:
             self._most[known] = self._max_bytes(rows)
         return self._most[known]
@@ -190,7 +215,7 @@ class Link(ABC):
         """The most bytes of a tensor of a micro-batch of ``rows`` rows."""
         scheme = self.active_scheme()
         shape = boundary.shape_for(rows, self.plan.seq_len)
-        if boundary.coded and scheme != Value(RAW):
+        if boundary.coded and scheme != Value(RAW) and not self.plan.dense:
             return rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
         # the other end may use a wider dtype than this one
         return math.prod(shape) * max(8, boundary.dtype.itemsize)

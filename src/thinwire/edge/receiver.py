@@ -11,12 +11,13 @@ from torch import Tensor
 
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
-from thinwire.edge.link import RAW, Link
+from thinwire.edge.link import Link
 from thinwire.edge.returned import fault_of_tensor
 from thinwire.errors import FrameError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Handle, TransportError
 from thinwire.schemes import Foreseen, Receiver
+from thinwire.schemes.base import RAW
 
 
 class LinkReceiver(Link):

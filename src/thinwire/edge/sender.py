@@ -13,14 +13,15 @@ from torch import Tensor
 
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
-from thinwire.codecs.base import unfit_value
 from thinwire.counters import LinkCounters, Tally
-from thinwire.edge.link import RAW, Link
+from thinwire.edge.fidelity import Fidelity
+from thinwire.edge.link import Link
 from thinwire.edge.returned import fault_of_sections
 from thinwire.errors import NonFiniteError
 from thinwire.frame import Direction, Kind, Section
 from thinwire.network import Message, TransportError
-from thinwire.schemes import Foreseen, Sender, Value, Visit
+from thinwire.schemes import Foreseen, Sender, Value
+from thinwire.schemes.base import RAW, check_finite
 
 
 class _Draft:
@@ -55,10 +56,15 @@ class LinkSender(Link):
         self._declared: set[tuple[Any, ...]] = set()  # what was found to fit
         #: Where the first gradient of this step that was not finite was found.
         self.flagged = ""
+        #: What coding has lost in this step, if that is measured.
+        self.fidelity: Fidelity | None = None
 
     def begin_step(self, plan: StepPlan) -> None:
         start = time.thread_time()
         self._drafts.clear()
+        self.fidelity = Fidelity() if plan.measure else None
+        for state in self.states.values():
+            state.measuring = plan.measure
         super().begin_step(plan)
         self.flagged = ""
         self._unsent = set() if self.silent else set(range(len(plan.microbatches))) - self.resting
@@ -199,19 +205,22 @@ class LinkSender(Link):
         visit = self.visit(boundary, microbatch, tuple(x.shape))
         scheme = self.active_scheme()
         if isinstance(scheme, Value) and scheme.codec == RAW and self.plan.train:
-            valid = x if visit.valid is None else _valid(x, visit)
-            if not bool(torch.isfinite(valid).all()):
-                raise unfit_value(x, scheme, visit.valid, len(visit.lengths))
+            check_finite(x, scheme, visit.valid)
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
-        found = state.encode(x, microbatch, visit, out)
+        sections = state.encode(x, microbatch, visit, out)
         most = self.max_payload(boundary, len(visit.lengths))
-        fault = fault_of_sections(found, x.shape, most)
+        fault = fault_of_sections(sections, x.shape, most)
         if fault is not None:
             raise ValueError(
                 f"{self.names.here}: scheme {scheme}, {self.what} of micro-batch {microbatch}, "
                 f"step {self.plan.step}: {fault}"
             )
-        return found
+        if self.fidelity is not None and state.sent is not None:
+            start = time.thread_time()
+            self.fidelity.add(x, state.sent, visit.valid)
+            state.sent = None
+            self.timers.encode_s -= time.thread_time() - start  # it belongs to no codec
+        return sections
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
         """Tensor values that a section carries (padding left out)."""
@@ -223,6 +232,11 @@ class LinkSender(Link):
         rows = section.rows
         return visit.values if rows is None else sum([visit.lengths[r] for r in rows])
 
+    def end_step(self) -> None:
+        """The step counts, on all ranks."""
+        for state in self.states.values():
+            state.end_step()
+
     def abort(self, kind: str, why: str) -> None:
         """Tell the receiver, on every message that it still expects, that none will come."""
         section = frame.abort_section(kind, why)
@@ -230,11 +244,6 @@ class LinkSender(Link):
             parts = frame.build(self.place_of(microbatch), [section])
             self.transport.send(self.peer, self.channel + microbatch, parts)
         self._unsent.clear()
-
-
-def _valid(x: Tensor, visit: Visit) -> Tensor:
-    """The values of ``x`` [rows, …] that travel, end to end."""
-    return torch.cat([row.flatten()[:n] for row, n in zip(x, visit.lengths, strict=True)])
 
 
 def _in_line(sections: list[Section], message: Message, first: int) -> bool:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.boundary import StepPlan
-from thinwire.counters import LinkCounters, Timers, sum_reports
+from thinwire.counters import LinkCounters, Timers
 from thinwire.errors import LinkError, NonFiniteError
 from thinwire.frame import Direction
 from thinwire.network import GlooTransport, Transport
-from thinwire.pipeline import engine
+from thinwire.pipeline import engine, reports
 from thinwire.pipeline import state as link_state
 from thinwire.pipeline.agreement import Agreement, Limits, check_deadline, check_numbers
 from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks, rank_names
@@ -36,11 +36,10 @@ from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures, reason_of
 from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.loss import TokenLoss
-from thinwire.pipeline.plan import Plan
+from thinwire.pipeline.plan import Plan, Schemes
 from thinwire.pipeline.remembered import Remembered, Storage
 from thinwire.pipeline.request import Request
 from thinwire.pipeline.stage import PipelineStage
-from thinwire.schemes import Scheme
 
 _DRAIN_SECONDS = 1.0
 
@@ -134,9 +133,8 @@ class Pipeline:
         self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
         self._control.allow_rows(rows, 2 * sum(self._setup.outputs))
-        schemes = [self.plan.schemes(edge) for edge in range(first.num_stages - 1)]
-        self._needs_keys = any(s.needs_keys for pair in schemes if pair for s in pair)
-        self._frozen = self._find_frozen(schemes, rank_of, skip_frozen)
+        self._schemes = Schemes(self.plan, first.num_stages - 1)
+        self._frozen = self._find_frozen(rank_of, skip_frozen)
         connector = Connector(
             self.transport, self.plan, rank_of, self._control.run, self.timers, window
         )
@@ -144,9 +142,13 @@ class Pipeline:
         for end in self._ends:
             end.incoming.deadline = first_deadline
         self._failures = Failures(self.rank, self._control, self.transport, self._ends)
-        self._agreement = self._make_agreement(schemes, rank_of)
-        self._remembered = Remembered(self._ends, references or Storage(), rows, self.timers)
-        if self._needs_keys:
+        self._agreement = self._make_agreement(rank_of)
+        self._remembered = Remembered(
+            self._ends, references or Storage(), rows, self.timers, self._schemes.agrees
+        )
+        if self.rank == 0:
+            self._schemes.warn()
+        if self._schemes.remembers:
             self._share_capacity()
 
     def _make_control(self, rank_of: Mapping[int, int], deadline: float) -> Control:
@@ -156,18 +158,16 @@ class Pipeline:
         control.deadline = deadline
         return control
 
-    def _make_agreement(
-        self, schemes: Sequence[tuple[Scheme, Scheme] | None], rank_of: Mapping[int, int]
-    ) -> Agreement:
+    def _make_agreement(self, rank_of: Mapping[int, int]) -> Agreement:
         limits = Limits(
             self._setup.max_rows,
             self.n_microbatches,
             self.seed,
             fixed=any(
                 pair is None and rank_of[edge] != rank_of[edge + 1]
-                for edge, pair in enumerate(schemes)
+                for edge, pair in enumerate(self._schemes.pairs)
             ),
-            needs_keys=self._needs_keys,
+            needs_keys=self._schemes.needs_keys,
             has_loss=self._loss is not None,
             schemes=f"{self.plan.forward} / {self.plan.backward}",
         )
@@ -175,17 +175,12 @@ class Pipeline:
             self.stages, self._control, self._failures, self._ends, self._frozen, limits
         )
 
-    def _find_frozen(
-        self,
-        schemes: Sequence[tuple[Scheme, Scheme] | None],
-        rank_of: Mapping[int, int],
-        skip: bool,
-    ) -> Frozen:
+    def _find_frozen(self, rank_of: Mapping[int, int], skip: bool) -> Frozen:
         """The stages before edges that may rest: one tensor crosses them, and is remembered."""
         remembering = [
             edge
-            for edge, pair in enumerate(schemes)
-            if skip and pair is not None and pair[0].needs_keys and self._setup.outputs[edge] == 1
+            for edge, pair in enumerate(self._schemes.pairs)
+            if skip and pair is not None and pair[0].recalls and self._setup.outputs[edge] == 1
             if self.transport.in_process or rank_of[edge] != rank_of[edge + 1]
         ]
         return Frozen(self.stages, self._setup.doubts, remembering)
@@ -228,6 +223,8 @@ class Pipeline:
         lengths: Tensor | None = None,
         next_sample_ids: Tensor | None = None,
         loss_scale: float | None = None,
+        dense: bool = False,
+        measure: bool = False,
     ) -> StepResult:
         """Forward and backward of one batch over all micro-batches; gradients are left in place.
 
@@ -239,18 +236,31 @@ class Pipeline:
         that follows, let both ends agree on them one step ahead and read from disk what they will
         need; without them a step begins with a round trip more. loss_scale, the same on all ranks,
         multiplies the loss on its way back, and gradients are divided by it at the end: where one
-        is not finite, all ranks leave this step's out and find ``overflow`` in the result.
+        is not finite, all ranks leave this step's out and find ``overflow`` in the result. With
+        ``dense``, the same on all ranks, values travel as they are, and links remember of them what
+        they would had their codecs lost nothing: a warm start, before compression begins. With
+        ``measure``, as well, senders find out what coding loses: see ``fidelity_reports``.
 
         Raises ValueError on all ranks, with nothing sent, if the inputs do not fit; NonFiniteError
         if an activation, or without loss_scale the gradient, is not finite (no parameter has been
         changed);
         LinkError (PeerAborted with the origin's reason) if another stage failed.
         """
-        request = Request(True, inputs, target, sample_ids, lengths, next_sample_ids, loss_scale)
+        request = Request(
+            True,
+            inputs,
+            target,
+            sample_ids,
+            lengths,
+            next_sample_ids,
+            loss_scale,
+            dense=dense,
+            measure=measure,
+        )
         plan = self._agreement.plan(request)
         self._frozen.accept()
         with self._failures.shared():
-            if self._needs_keys:
+            if self._schemes.remembers:
                 self._remembered.acquire(plan, self._control.gather_result)
             # of earlier steps: what is tied is summed over the owners already, none is scaled
             apart = [tie.parameter for tie in self._setup.ties]
@@ -327,7 +337,7 @@ class Pipeline:
         for stage in sorted(self.stages, key=lambda s: s.stage_index, reverse=True):
             stage.begin_step(plan, local.get(stage.stage_index + 1))
             local[stage.stage_index] = stage
-        if plan.train and self._needs_keys:
+        if plan.train and self._schemes.remembers:
             self._remembered.fetch(plan)
 
     def _sum_tied(self, tie: Tie) -> None:
@@ -343,13 +353,13 @@ class Pipeline:
         flagged = [(e.outgoing.place.edge, e.outgoing.flagged) for e in self._ends]
         # a bad gradient spoils all stages before the one that it came from: the last edge tells
         worst = max((f for f in flagged if f[1]), default=(-1, ""))
-        held = self._remembered.report(plan) if self._needs_keys else None
+        held = self._remembered.report(plan) if self._schemes.remembers else None
         stop = int(self._asked_to_stop)
         told = [loss, tokens, self._square_norm(), worst, stop, held, self._frozen.report()]
         self._have_patience()
         found = self._control.gather_result(told)
         self._frozen.conclude(f[6] for f in found)
-        if self._needs_keys:
+        if self._schemes.remembers:
             reports = [f[5] for f in found]
             self._remembered.conclude(plan, reports, self._control.gather_result)
         self._settle()
@@ -363,6 +373,8 @@ class Pipeline:
             raise NonFiniteError(
                 f"step {plan.step}: the gradient is not finite (norm {norm}, loss {loss}; {where})"
             )
+        for end in self._ends:
+            end.outgoing.end_step()
         if self.max_grad_norm is not None:
             scale = self.max_grad_norm / (norm + 1e-6)
             if scale < 1.0:
@@ -475,11 +487,12 @@ class Pipeline:
 
     def link_reports(self) -> list[dict[str, Any]]:
         """All links' counters as plain numbers, the same on all ranks (collective)."""
-        found = self._gathered([c.report() for c in self.link_counters()])
-        links = [r for rank in found for r in rank if r["edge"] >= 0]
-        links.sort(key=lambda r: (r["edge"], r["direction"] != "forward"))
-        control = [r for rank in found for r in rank if r["edge"] < 0]
-        return [*links, sum_reports(control)]
+        return reports.of_links(self._gathered([c.report() for c in self.link_counters()]))
+
+    def fidelity_reports(self) -> list[dict[str, Any]]:
+        """What coding lost on every link in the last step, which was measured (collective):
+        ``relative_error``, ``cosine`` and ``outlier_ratio`` beside edge and direction."""
+        return reports.of_fidelity(self._gathered(reports.fidelity(self._ends)))
 
     def reference_reports(self) -> list[dict[str, Any]]:
         """What all ends of all links remember, and where, as plain numbers, the same on all ranks

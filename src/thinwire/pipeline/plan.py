@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 
 from thinwire.errors import SpecError
-from thinwire.schemes import Scheme, scheme
+from thinwire.schemes import Scheme, SharedMask, scheme
 
+_LOG = logging.getLogger(__name__)
 OFF = "off"
 #: Epochs from which remembering samples pays: before, most of their visits are first ones.
 _DELTA_FROM = 3
@@ -45,10 +47,60 @@ class Plan:
                     f"and {pair[1]!r} backward: use raw for an uncompressed direction"
                 )
             if pair[0] != OFF:
-                for text in pair:
-                    scheme(text)
+                _check_masks(*map(scheme, pair))
 
     def schemes(self, edge: int) -> tuple[Scheme, Scheme] | None:
         """(forward, backward) schemes of an edge; None where it is off."""
         forward, backward = self.edges.get(edge, (self.forward, self.backward))
         return None if forward == OFF else (scheme(forward), scheme(backward))
+
+
+def _check_masks(forward: Scheme, backward: Scheme) -> None:
+    """Raise SpecError where a mask is to be shared that the forward link does not tell."""
+    if isinstance(forward, SharedMask):
+        raise SpecError(f"{forward}: the mask is the forward link's own; share it on the backward")
+    if not isinstance(backward, SharedMask):
+        return
+    if forward.support is None:
+        raise SpecError(
+            f"backward {backward} takes its mask from the forward link, but {forward} transmits "
+            "all values; use topk:… or ef(topk:…) forward"
+        )
+    if forward.support.fraction != backward.codec.fraction:
+        raise SpecError(
+            f"backward {backward} keeps another share than forward {forward}, whose mask it takes"
+        )
+
+
+class Schemes:
+    """The schemes of all edges of a pipeline, alike on all ranks."""
+
+    def __init__(self, plan: Plan, edges: int) -> None:
+        #: (forward, backward) by edge; None where it is off.
+        self.pairs = [plan.schemes(edge) for edge in range(edges)]
+        self._all = [one for pair in self.pairs if pair for one in pair]
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether steps need sample ids."""
+        return any(one.needs_keys for one in self._all)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether any end of a link remembers rows."""
+        return any(one.keyed is not None for one in self._all)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether two ends remember the same samples, and must agree on them."""
+        return any(one.recalls for one in self._all)
+
+    def warn(self) -> None:
+        """Say where what one sample leaves is used for another."""
+        for one in dict.fromkeys(self._all):
+            if one.keyed is not None and one.keyed.by == "slot":
+                _LOG.warning(
+                    "%s tells rows apart by their place in the batch: what one sample leaves is "
+                    "used for another; leave key=slot out to keep samples apart",
+                    one,
+                )

@@ -38,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 COMPARE_EVERY = 100
 
 Gather = Callable[[Any], list[Any]]
+End = LinkSender | LinkReceiver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +84,17 @@ class Remembered:
     """The references of a rank's links."""
 
     def __init__(
-        self, ends: Sequence[EdgeEnd], storage: Storage, rows: int, timers: Timers
+        self,
+        ends: Sequence[EdgeEnd],
+        storage: Storage,
+        rows: int,
+        timers: Timers,
+        agrees: bool = True,
     ) -> None:
+        """``agrees``: whether any link of the pipeline remembers samples at both of its ends."""
         links = [link for end in ends for link in (end.outgoing, end.incoming)]
         #: (name, end) of each end of a link that remembers samples; both, where both are here.
-        self.ends: list[tuple[str, LinkSender | LinkReceiver]] = [
+        self.ends: list[tuple[str, End]] = [
             (f"{link.place.edge} {link.place.direction.name.lower()}", link)
             for link in links
             if link.stores
@@ -95,7 +102,7 @@ class Remembered:
         self.storage = storage
         self.background = Background()
         self._lock: FolderLock | None = None
-        self._rows, self._timers = rows, timers
+        self._rows, self._timers, self._agrees = rows, timers, agrees
         self._agreed: tuple[int, ...] | None = None
         self._steps = 0
         #: What each checkpoint names of the stores, by its folder.
@@ -104,7 +111,12 @@ class Remembered:
         self.repairs = 0
 
     @property
-    def placed(self) -> Iterator[tuple[dict[str, Any], LinkSender | LinkReceiver, ReferenceStore]]:
+    def _bounded(self) -> list[tuple[str, End]]:
+        """The ends whose stores may grow: those by places in the batch stay small, and in RAM."""
+        return [(name, link) for name, link in self.ends if not link.by_slot]
+
+    @property
+    def placed(self) -> Iterator[tuple[dict[str, Any], End, ReferenceStore]]:
         """Every store: where it stands, as JSON values, its link, and it."""
         for _, link in self.ends:
             for index, store in link.stores.items():
@@ -119,13 +131,19 @@ class Remembered:
             for index, store in link.stores.items()
         ]
 
+    @property
+    def _each(self) -> Iterator[tuple[End, ReferenceStore]]:
+        for _, link in self.ends:
+            for store in link.stores.values():
+                yield link, store
+
     # Where and how much.
 
     def shares(self) -> dict[str, int | None] | str:
         """How many bytes each end of a link may hold, by its name, or what is wrong with that."""
         total = sum(link.reference_bytes for _, link in self.ends)
         found: dict[str, int | None] = {}
-        for name, link in self.ends:
+        for name, link in self._bounded:
             row = link.reference_bytes
             share = _part(self.storage.capacity, row, total)
             ram = _part(self.storage.ram, row, total)
@@ -160,7 +178,7 @@ class Remembered:
             for name, capacity in share.items():
                 if capacity is not None:
                     least[name] = min(capacity, least.get(name, capacity))
-        for name, link in self.ends:
+        for name, link in self._bounded:
             if name in least:
                 for store in link.stores.values():
                     store.bound(least[name] // len(link.stores))
@@ -172,7 +190,7 @@ class Remembered:
         if folder is None:
             return
         total = sum(link.reference_bytes for _, link in self.ends)
-        for _, link in self.ends:
+        for _, link in self._bounded:
             ram = _part(self.storage.ram, link.reference_bytes, total)
             disk = _part(self.storage.disk, link.reference_bytes, total)
             for index, store in link.stores.items():
@@ -188,9 +206,9 @@ class Remembered:
         """Have what the step needs in RAM, and agree on it unless the last step did."""
         keys = plan.keys
         with self._timed():
-            for _, store in self.stores:
-                store.acquire(keys, plan.next_keys or ())
-        if self._agreed != keys:
+            for link, store in self._each:
+                store.acquire(link.own_keys(keys), link.own_keys(plan.next_keys or ()))
+        if self._agrees and self._agreed != keys:
             self._agree(keys, gather([self.standing(keys), None]), gather)
         self._agreed = None
 
@@ -198,8 +216,8 @@ class Remembered:
         """Begin to read what the next step will need."""
         if plan.next_keys:
             with self._timed():
-                for _, store in self.stores:
-                    store.fetch(plan.next_keys)
+                for link, store in self._each:
+                    store.fetch(link.own_keys(plan.next_keys))
 
     def standing(self, keys: tuple[int, ...] | None) -> dict[str, list[str]]:
         """What the ends hold of ``keys``, by link: a hash for each of them that is here."""
@@ -207,7 +225,7 @@ class Remembered:
             return {}
         for _, store in self.stores:
             store.settle()
-        return self._said(lambda store: f"{store.standing(keys):x}")
+        return self._said(lambda link, store: f"{store.standing(link.own_keys(keys)):x}")
 
     def report(self, plan: StepPlan) -> list[Any]:
         """What this rank says at the end of a step: of the next one's samples, and now and then of
@@ -226,13 +244,17 @@ class Remembered:
 
     def _digests(self) -> dict[str, list[str]]:
         """Digests of everything, by link, for each end that is here."""
-        return self._said(lambda store: f"{store.digest():x}")
+        return self._said(lambda link, store: f"{store.digest():x}")
 
-    def _said(self, what: Callable[[ReferenceStore], str]) -> dict[str, list[str]]:
-        """What the stores of each end say, by link, an entry for each end that is here."""
+    def _said(self, what: Callable[[End, ReferenceStore], str]) -> dict[str, list[str]]:
+        """What the stores of each end say, by link, an entry for each end that is here; where both
+        ends hold the same."""
         said: dict[str, list[str]] = {}
         for name, link in self.ends:
-            said.setdefault(name, []).append(".".join(map(what, link.stores.values())))
+            if link.shares:
+                said.setdefault(name, []).append(
+                    ".".join(what(link, s) for s in link.stores.values())
+                )
         return said
 
     def conclude(self, plan: StepPlan, reports: list[list[Any]], gather: Gather) -> None:
@@ -246,7 +268,7 @@ class Remembered:
     def compare(self, gather: Gather) -> bool:
         """Compare everything that all ends hold, and drop what differs; whether all was equal."""
         # the clocks beside the references decide who leaves next
-        found = gather([self._digests(), self._said(lambda store: f"{store.clock}")])
+        found = gather([self._digests(), self._said(lambda link, store: f"{store.clock}")])
         apart = _unlike(clocks for _, clocks in found)
         for name, link in self.ends:
             if name in apart:
@@ -269,30 +291,32 @@ class Remembered:
     def _repair_keys(self, keys: tuple[int, ...], unlike: set[str], gather: Gather) -> None:
         """Forget those of ``keys`` that the two ends of a link hold otherwise."""
 
-        def held(store: ReferenceStore) -> list[Any]:
-            return [[store.versions([key])[0], store.lengths.get(key, -1)] for key in keys]
+        def held(link: End, store: ReferenceStore) -> list[Any]:
+            own = link.own_keys(keys)
+            return [[store.versions([key])[0], store.lengths.get(key, -1)] for key in own]
 
         for name, link, wrong in self._differing(unlike, held, gather):
-            self._repair(name, link, [keys[k] for k in wrong])
+            own = link.own_keys(keys)
+            self._repair(name, link, [own[k] for k in wrong])
 
     def _repair_parts(self, unlike: set[str], gather: Gather) -> None:
         """Forget the keys of those parts of a link's digests that differ."""
 
-        def digests(store: ReferenceStore) -> list[Any]:
+        def digests(link: End, store: ReferenceStore) -> list[Any]:
             return [f"{part:x}" for part in store.digests()]
 
         for name, link, wrong in self._differing(unlike, digests, gather):
             self._repair(name, link, link.keys_of_parts(wrong))
 
     def _differing(
-        self, unlike: set[str], what: Callable[[ReferenceStore], list[Any]], gather: Gather
-    ) -> Iterator[tuple[str, LinkSender | LinkReceiver, list[int]]]:
+        self, unlike: set[str], what: Callable[[End, ReferenceStore], list[Any]], gather: Gather
+    ) -> Iterator[tuple[str, End, list[int]]]:
         """Where in the lists that ``what`` gives the two ends of the links ``unlike`` differ: each
         end that is here, with its link's name and the places, in any of its stores."""
         mine: dict[str, list[Any]] = {}
         here = [(name, link) for name, link in self.ends if name in unlike]
         for name, link in here:
-            mine.setdefault(name, []).append([what(store) for store in link.stores.values()])
+            mine.setdefault(name, []).append([what(link, s) for s in link.stores.values()])
         told = _by_name(gather(mine))
         for name, link in here:
             one, other = told[name]
@@ -304,7 +328,7 @@ class Remembered:
             }
             yield name, link, sorted(places)
 
-    def _repair(self, name: str, link: LinkSender | LinkReceiver, keys: Sequence[int]) -> None:
+    def _repair(self, name: str, link: End, keys: Sequence[int]) -> None:
         link.repair(keys)
         self.repairs += len(keys)
         if isinstance(link, LinkSender):
@@ -353,7 +377,7 @@ def rows_of(where: Mapping[str, Any]) -> str:
     return "{edge}-{direction}-{tensor}-{role}".format(**where)
 
 
-def _place(link: LinkSender | LinkReceiver, index: int) -> dict[str, Any]:
+def _place(link: End, index: int) -> dict[str, Any]:
     """Where a store of a link's end stands, as JSON values."""
     return {
         "edge": link.place.edge,

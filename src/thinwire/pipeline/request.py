@@ -27,6 +27,8 @@ class Request:
     next_ids: Any = None
     loss_scale: Any = None
     codec: bool = True
+    dense: bool = False
+    measure: bool = False
 
 
 def input_error(

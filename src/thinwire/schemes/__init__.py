@@ -6,17 +6,25 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from thinwire.codecs import Codec
+from thinwire.codecs.topk import TopK
 from thinwire.schemes.base import Foreseen, Receiver, Scheme, Sender, Visit
 from thinwire.schemes.delta import Delta
+from thinwire.schemes.ef21 import EF21
+from thinwire.schemes.feedback import ErrorFeedback, MixedFeedback
+from thinwire.schemes.mask import SharedMask
 from thinwire.schemes.value import Value
 from thinwire.spec import parse, register
 
 __all__ = [
+    "EF21",
     "Delta",
+    "ErrorFeedback",
     "Foreseen",
+    "MixedFeedback",
     "Receiver",
     "Scheme",
     "Sender",
+    "SharedMask",
     "Value",
     "Visit",
     "parse",
@@ -33,6 +41,8 @@ def scheme(spec: str) -> Scheme:
     Raises SpecError with the nearest match on an unknown name or option.
     """
     value = parse(spec)
+    if isinstance(value, TopK) and value.mask == "shared":
+        return SharedMask(value)
     return Value(value) if isinstance(value, Codec) else value
 
 

@@ -12,13 +12,16 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from thinwire.errors import FrameError
+from thinwire.codecs import Codec, codec
+from thinwire.codecs.base import unfit_value
+from thinwire.codecs.topk import TopK
+from thinwire.errors import FrameError, SpecError
 from thinwire.frame import Kind, Section
 from thinwire.spec import Named
 from thinwire.store import ReferenceStore
@@ -50,6 +53,25 @@ class Visit(NamedTuple):
     def valid(self) -> tuple[int, ...] | None:
         """``lengths`` for a codec: None where every row is full."""
         return self.lengths if self.padded else None
+
+
+RAW = codec("raw")
+
+
+def check_finite(x: Tensor, coder: object, lengths: Sequence[int] | None) -> None:
+    """Raise NonFiniteError unless all values of ``x`` [rows, …] that travel are finite: ``raw``
+    takes any."""
+    rows = x.reshape(x.shape[0], -1) if x.dim() else x.reshape(1, 1)
+    valid = [rows] if lengths is None else [r[:n] for r, n in zip(rows, lengths, strict=True)]
+    if not all(bool(torch.isfinite(part).all()) for part in valid):
+        raise unfit_value(x, coder, lengths, len(rows))
+
+
+def needs_alone(name: str, *codecs: Codec) -> None:
+    """Raise SpecError where payloads of one of ``codecs`` cannot be decoded by themselves."""
+    for one in codecs:
+        if not one.alone:
+            raise SpecError(f"{name} cannot take {one}, which is decoded by another link's frames")
 
 
 def keys_digest(keys: Sequence[int]) -> int:
@@ -108,15 +130,36 @@ class End(ABC):  # noqa: B024  its two roles are abstract
 
     #: What both ends remember of each sample, where they do.
     store: ReferenceStore | None = None
+    #: Where the link that goes the other way takes its masks from, by micro-batch; None: it has no
+    #: use for them. Bool [rows, n]: which values a message has transmitted.
+    supports: dict[int, Tensor] | None = None
 
-    def begin_step(self, visits: Sequence[Visit]) -> None:  # noqa: B027  stateless by default
-        """Called with the visits of all micro-batches of a training step, at both ends alike."""
+    def begin_step(  # noqa: B027  stateless by default
+        self, visits: Sequence[Visit], dense: bool = False
+    ) -> None:
+        """Called with the visits of all micro-batches of a training step, at both ends alike.
+
+        ``dense``: all of them travel as they are, and leave the state that they would have left
+        had the codecs lost nothing.
+        """
+
+    def end_step(self) -> None:  # noqa: B027  as above
+        """The step counts, on all ranks: keep what was prepared in it. Left out for one that does
+        not; then the next ``begin_step`` discards that."""
 
     def foresee(
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
         """The short way of a micro-batch of the step, on the CPU; None where it has none."""
         return None
+
+    def note_support(self, coder: Codec, section: Section, microbatch: int, visit: Visit) -> None:
+        """Keep which values ``section``, all of a tensor, has transmitted."""
+        if self.supports is not None:
+            rows = len(visit.lengths)
+            self.supports[microbatch] = coder.transmitted(
+                section.payload, section.shape, section.dtype, rows, visit.valid
+            )
 
     def remembers(self, microbatch: int) -> bool:
         """Whether both ends hold a reference of each row of a micro-batch of the step."""
@@ -139,6 +182,10 @@ class End(ABC):  # noqa: B024  its two roles are abstract
 
 class Sender(End):
     """One tensor's sending end."""
+
+    #: Whether ``encode`` is to leave in ``sent`` what the receiver will have of its tensor.
+    measuring: bool = False
+    sent: Tensor | None = None
 
     @abstractmethod
     def encode(
@@ -163,12 +210,41 @@ class Receiver(End):
         raise NotImplementedError
 
 
+class Keyed(NamedTuple):
+    """What a scheme remembers of rows from step to step.
+
+    ``by``: rows are told apart by sample id, or by their place in the batch. ``shared``: both ends
+    hold the same; otherwise only the sender holds anything. ``kept``: in which precision.
+    """
+
+    by: Literal["sample", "slot"]
+    shared: bool
+    kept: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheme(Named):
     """A frozen configuration that makes senders and receivers."""
 
-    #: Whether rows are told apart by sample id.
-    needs_keys: ClassVar[bool] = False
+    @property
+    def keyed(self) -> Keyed | None:
+        """What it remembers of rows; None where it is without state."""
+        return None
+
+    @property
+    def support(self) -> TopK | None:
+        """The codec whose frames tell which values they transmit; None where they do not."""
+        return None
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether rows are told apart by sample id."""
+        return self.keyed is not None and self.keyed.by == "sample"
+
+    @property
+    def recalls(self) -> bool:
+        """Whether a receiver can give a sample's last value again."""
+        return self.keyed is not None and self.needs_keys and self.keyed.shared
 
     @property
     def stochastic(self) -> bool:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.codecs.topk import TopK
 from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section, entry
 from thinwire.native import Bound
 from thinwire.schemes.base import (
+    RAW,
     End,
     Foreseen,
     Form,
@@ -21,6 +24,7 @@ from thinwire.schemes.base import (
     Scheme,
     Sender,
     Visit,
+    check_finite,
     expect_sections,
 )
 
@@ -38,11 +42,15 @@ class Value(Scheme):
     def stochastic(self) -> bool:
         return self.codec.stochastic
 
+    @property
+    def support(self) -> TopK | None:
+        return self.codec if isinstance(self.codec, TopK) else None
+
     def sender(self) -> Sender:
-        return _ValueSender(self.codec)
+        return ValueSender(self.codec)
 
     def receiver(self) -> Receiver:
-        return _ValueReceiver(self.codec)
+        return ValueReceiver(self.codec)
 
     def stateless(self) -> Scheme:
         return self
@@ -55,14 +63,32 @@ class _ValueEnd(End):
     def __init__(self, codec: Codec) -> None:
         self._codec, self._name = codec, str(codec)
         self._foreseen: dict[tuple[Any, ...], _ForeseenValue | None] = {}
+        #: Whether values travel as they are in this step.
+        self.dense = False
+        self.measuring = False
+
+    def begin_step(self, visits: Sequence[Visit], dense: bool = False) -> None:
+        self.dense = dense
+
+    @property
+    def coder(self) -> Codec:
+        """The codec of this step."""
+        return RAW if self.dense else self._codec
+
+    @property
+    def coder_name(self) -> str:
+        """Its name."""
+        return str(RAW) if self.dense else self._name
 
     def foresee(
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
+        if visit.padded or self.dense or self.measuring:
+            return None
         known = (len(visit.lengths), shape, dtype)
         if known not in self._foreseen:
             self._foreseen[known] = self._foresee(*known)
-        return None if visit.padded else self._foreseen[known]
+        return self._foreseen[known]
 
     def _foresee(
         self, rows: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -89,19 +115,33 @@ class _ForeseenValue(Foreseen):
         return self._kernels.decode(payload, y)
 
 
-class _ValueSender(_ValueEnd, Sender):
+class ValueSender(_ValueEnd, Sender):
+    """Stateless."""
+
     def encode(
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
-        payload = self._codec.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
-        return [Section(Kind.VALUE, self._name, x.dtype, tuple(x.shape), payload)]
+        if self.dense:
+            check_finite(x, RAW, visit.valid)
+        payload = self.coder.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
+        section = Section(Kind.VALUE, self.coder_name, x.dtype, tuple(x.shape), payload)
+        self.note_support(self.coder, section, microbatch, visit)
+        if self.measuring:
+            self.sent = self.coder.decode(
+                payload, x.shape, x.dtype, len(visit.lengths), visit.valid
+            )
+        return [section]
 
 
-class _ValueReceiver(_ValueEnd, Receiver):
+class ValueReceiver(_ValueEnd, Receiver):
+    """Stateless."""
+
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         rows = len(visit.lengths)
         shape = expect_sections(sections, (Kind.VALUE,), rows, "a value")
         (section,) = sections
-        if section.codec != self._name:
-            raise FrameError(f"coded as {section.codec!r}, this end expects {self._codec}")
-        return self._codec.decode(section.payload, shape, section.dtype, rows, visit.valid)
+        if section.codec != self.coder_name:
+            raise FrameError(f"coded as {section.codec!r}, this end expects {self.coder}")
+        y = self.coder.decode(section.payload, shape, section.dtype, rows, visit.valid)
+        self.note_support(self.coder, section, microbatch, visit)
+        return y

@@ -66,6 +66,7 @@ def changed(before: Config, now: Config) -> Iterator[Setting]:
             yield entry
 
 
+_REMEMBERING = ("delta", "ef")  # how schemes begin that remember samples: they are not parsed here
 _REFERENCES = ("ref.budget", "ref.disk")
 
 
@@ -73,7 +74,7 @@ def _may(before: Config, entry: Setting) -> bool:
     """Whether a bound of references may change: that of the disk says how many samples are
     remembered, that of RAM only where there is no disk."""
     plan, disk = before.plan, before.ref.disk
-    if not any(spec.startswith("delta") for spec in (plan.forward, plan.backward)):
+    if not any(spec.startswith(_REMEMBERING) for spec in (plan.forward, plan.backward)):
         return True
     ram_alone = disk is not None and configuration.parse_size(disk, "--ref.disk") == 0
     return entry.name == "ref.budget" and not ram_alone

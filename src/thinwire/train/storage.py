@@ -16,7 +16,6 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.codecs.keeping import KEEPINGS
-from thinwire.schemes import Delta
 from thinwire.store.slots import slot_size
 from thinwire.store.tier import STEPS_IN_RAM
 from thinwire.train import pace
@@ -31,8 +30,8 @@ _DAY = 86400
 
 
 def remembers(spec: str) -> bool:
-    """Whether the ends of a link with this scheme keep references of samples."""
-    return spec != "off" and isinstance(tw.scheme(spec), Delta)
+    """Whether both ends of a link with this scheme remember samples."""
+    return spec != "off" and tw.scheme(spec).recalls
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,21 @@ class Need:
 
 def need_of(config: Config, rank: int, samples: int) -> Need:
     """What ``rank`` would remember of ``samples`` samples."""
-    here = sum((link.upper == rank) + (link.lower == rank) for link in pace.links_of(config))
+    links = pace.links_of(config)
     values = config.model.context * config.model.dim
     ends = total = slots = 0
-    for spec in (config.plan.forward, config.plan.backward):
-        scheme = None if spec == "off" else tw.scheme(spec)
-        if not isinstance(scheme, Delta):
-            continue
-        ends += here
-        row = KEEPINGS[scheme.ref].nbytes(values)
-        total, slots = total + here * row, slots + here * slot_size(row)
+    for forward, spec in ((True, config.plan.forward), (False, config.plan.backward)):
+        keyed = None if spec == "off" else tw.scheme(spec).keyed
+        if keyed is None or keyed.by != "sample":
+            continue  # one for each place in the batch is not worth a word
+        count = sum(
+            (rank == (link.upper if forward else link.lower))
+            + keyed.shared * (rank == (link.lower if forward else link.upper))
+            for link in links
+        )
+        ends += count
+        row = KEEPINGS[keyed.kept].nbytes(values)
+        total, slots = total + count * row, slots + count * slot_size(row)
     return Need(samples, ends, total, slots, config.train.batch * total)
 
 
