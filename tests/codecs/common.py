@@ -45,7 +45,7 @@ LOSSY = [
 ]
 ALL = ["raw", *LOSSY]
 #: Those whose rows are coded each on its own, and those whose size follows from the shape.
-ROWWISE = [name for name in ALL if codec(name).rowwise]
+ROWWISE = [name for name in ALL if not codec(name).together]
 FIXED = [name for name in ALL if codec(name).fixed_size]
 
 

@@ -21,7 +21,7 @@ from thinwire.contract import requirement
 from thinwire.contract.requirement import Result
 from thinwire.contract.suite import OF_CODECS, examine
 
-BUILT_IN = [*ALL, "int6:hadamard,group=100", "tile:bits=3", "topk:0.3", "topk:0.1/tile"]
+BUILT_IN = [*ALL, "int6:hadamard,group=100", "tile:bits=3", "topk:0.3", "threshold:2/tile"]
 
 
 @pytest.mark.parametrize("spec", BUILT_IN)
@@ -30,9 +30,14 @@ def test_built_in_codecs_do_all_that_is_asked(spec: str) -> None:
     failed = [result for result in report.results if result.status == "failed"]
     assert failed == []
     left_out = {r.requirement for r in report.results if r.status == "not applicable"}
-    together = set() if codec(spec).rowwise else {"rows"}
-    allowed = {"raw": {"nonfinite"}}.get(spec, together)
+    allowed = {"rows"} if codec(spec).together else {"nonfinite"} if spec == "raw" else set()
     assert left_out - {"device"} == allowed
+
+
+def test_of_a_codec_that_needs_another_links_frames_the_string_alone_is_checked() -> None:
+    results = examine("topk:0.1,mask=shared").results
+    assert [r.requirement for r in results if r.status == "passed"] == ["spec"]
+    assert {r.status for r in results[1:]} == {"not applicable"}
 
 
 def test_a_sign_codec_is_twelve_lines() -> None:

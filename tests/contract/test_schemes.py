@@ -25,11 +25,12 @@ BUILT_IN = [
     "delta(topk:0.2,first=int4,ref=bf16)",
     "delta(int2,second=int5,ref=fp32)",
     "delta(int4:zstd,first=tile,ref=int4)",
-    "ef21(int4)",
-    "ef21(topk:0.2,ref=bf16)",
-    "ef(int4:round=stochastic)",
-    "ef(topk:0.2/int8)",
-    "efmixed(topk:0.2)",
+    "ef(topk:0.1)",
+    "ef(int3:round=stochastic,residual=int8)",
+    "ef(tile,key=slot)",
+    "efmixed(topk:0.2/tile)",
+    "ef21(topk:0.1)",
+    "ef21(int4,key=slot,ref=bf16)",
 ]
 
 
@@ -122,7 +123,10 @@ def uncloned(self: Any, sections: Any, microbatch: int, visit: tw.Visit) -> torc
     return y.view(change.shape)
 
 
-def every_row_moves(self: Any, visits: list[tw.Visit]) -> None:
+def every_row_moves(self: Any, visits: list[tw.Visit], dense: bool = False) -> None:
+    self.dense = dense
+    for coding in (self.sending, self.receiving):
+        coding.begin_step(visits, dense)
     if visits[0].keys is None:
         raise ValueError("no keys")
     self.moving = {(k, row) for k, visit in enumerate(visits) for row in range(len(visit.lengths))}
@@ -150,7 +154,7 @@ def nudged(self: Any, x: torch.Tensor, microbatch: int, visit: tw.Visit, out: An
 NUMBERS = itertools.count()
 
 
-def late_number(self: Any, visits: Any) -> None:
+def late_number(self: Any, *args: Any) -> None:
     self.steps = getattr(self, "steps", 0) + 1
     if self.steps == 10:
         self.last[-9] = torch.full((24,), 0.001 * (next(NUMBERS) // 2))  # one for both ends
@@ -158,6 +162,10 @@ def late_number(self: Any, visits: Any) -> None:
 
 def keys_of_its_own(self: Any, change: torch.Tensor, *args: Any) -> Any:
     return change + (self.last[-9].sum() if -9 in self.last else 0)
+
+
+def never_dense(self: Any, visits: list[tw.Visit], dense: bool = False) -> None:
+    super(type(self), self).begin_step(visits)
 
 
 def doubled(self: Any) -> None:
@@ -192,7 +200,13 @@ WRONG: dict[str, tuple[Methods, Methods, Methods, Methods, str]] = {
         *({}, {}),
         "other bytes or values",
     ),
-    "generators": ({}, before("begin_step", lambda self, v: torch.rand(1)), {}, {}, "of torch has"),
+    "generators": (
+        {},
+        before("begin_step", lambda self, *args: torch.rand(1)),
+        {},
+        {},
+        "of torch has",
+    ),
     "input": ({}, {}, after("encode", in_place), {}, "it was changed"),
     "alias": ({}, {}, {}, {"receive": uncloned}, "the state has changed with what was returned"),
     "agree": ({}, {"begin_step": every_row_moves}, {}, {}, "digests"),
@@ -215,9 +229,10 @@ WRONG: dict[str, tuple[Methods, Methods, Methods, Methods, str]] = {
         "the state has moved",
     ),
     "state": ({}, {"load_state_dict": lambda self, state: None}, {}, {}, "than of ends that never"),
+    "dense": ({}, {"begin_step": never_dense}, {}, {}, "other values in a dense step"),
     "pipeline": (
         *({}, {}, {}),
-        after("decode", lambda self, y, *args: torch.zeros_like(y)),
+        after("decode", lambda self, y, *args: y if self.dense else torch.zeros_like(y)),
         "stage 0 has not learned anything",
     ),
 }

@@ -103,9 +103,14 @@ WRONG: dict[str, tuple[Callable[[Sections], Any], str]] = {
     "an abort": (with_(kind=tw.Kind.ABORT), "a section of kind ABORT"),
     "no kind": (with_(kind=77), "a section of kind 77"),
     "another shape": (with_(shape=(2, 6)), r"a section of kind VALUE and shape \(2, 6\)"),
-    "rows twice": (halves([0, 1], [1]), r"a section of the rows \[1\] of 2"),
+    "rows twice": (halves([0], [1, 1]), r"a section of the rows \[1, 1\] of 2"),
+    "rows out of order": (halves([0], [1, 0]), r"a section of the rows \[1, 0\] of 2"),
     "rows that are not there": (halves([0], [2]), r"a section of the rows \[2\] of 2"),
     "versions": (with_(versions=[1, 2, 3]), "its sender returned 3 versions of 2 rows"),
+    "versions twice": (
+        lambda sections: with_(versions=[1, 2])(sections) * 2,
+        "its sender returned 4 versions of 2 rows",
+    ),
 }
 
 

@@ -61,13 +61,14 @@ class Codec(Named):
         return True
 
     @property
-    def fixed_size(self) -> bool:
-        """Whether the size of a row's bytes depends on its length and dtype alone."""
-        return True
+    def together(self) -> bool:
+        """Whether rows are coded together: a row's bytes, or its values, follow from the others'
+        too."""
+        return False
 
     @property
-    def rowwise(self) -> bool:
-        """Whether a row's bytes follow from that row, its length and its seed alone."""
+    def fixed_size(self) -> bool:
+        """Whether the size of a row's bytes depends on its length and dtype alone."""
         return True
 
     @abstractmethod

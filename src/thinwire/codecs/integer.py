@@ -113,8 +113,8 @@ class Integer(Codec):
         return not self.zstd
 
     @property
-    def rowwise(self) -> bool:
-        return not self.zstd
+    def together(self) -> bool:
+        return self.zstd
 
     @functools.cached_property
     def format(self) -> native.IntegerFormat:

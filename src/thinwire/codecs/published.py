@@ -34,8 +34,8 @@ class _Together(Codec):
     bits: int
 
     @property
-    def rowwise(self) -> bool:
-        return False
+    def together(self) -> bool:
+        return True
 
     def _shared_nbytes(self, n: int) -> int:
         """Bytes that rows of up to ``n`` values share."""

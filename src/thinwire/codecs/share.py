@@ -59,7 +59,7 @@ def values_codec(name: str, coder: str) -> Codec:
     """The codec ``coder`` of kept values; anything that cannot code them is a SpecError."""
     known = set(names("codec")) - _SELECTING
     found = parse(coder) if coder in known else None
-    if not isinstance(found, Codec) or not found.fixed_size or not found.rowwise:
+    if not isinstance(found, Codec) or not found.fixed_size or found.together:
         raise SpecError(f"{name}: {coder!r} is no codec for the kept values{nearest(coder, known)}")
     return found
 

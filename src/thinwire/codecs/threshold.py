@@ -86,7 +86,7 @@ class Threshold(Codec):
         positions = max(topk.positions_max_nbytes(n, j, self._modulus) for j in {1, k})
         # fewer values may take longer codes, but never more than a bitmask
         positions = max(positions, -(-n // 8))
-        return _HEAD_BYTES + self.values.row_nbytes(k, carrier(dtype)) + positions
+        return _HEAD_BYTES + self.values.most_row_nbytes(k, carrier(dtype)) + positions
 
     def _least_row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         return _HEAD_BYTES if n else 0

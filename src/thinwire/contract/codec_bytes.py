@@ -18,8 +18,8 @@ _LONG = 40_000  # values, which torch's reductions share out among threads
 
 @requirement("rows", "each row has the bytes that it has alone, whatever its neighbours")
 def rows(codec: Codec) -> str | None:
-    if not codec.rowwise:
-        raise NotApplicable("it says that it codes rows together (rowwise)")
+    if codec.together:
+        raise NotApplicable("it says that it codes rows together")
     for count, n in ((2, 1), (2, 9), (3, 40), (5, 300)):
         x = normal(count, n) * torch.logspace(-3, 3, count)[:, None]
         with on(told(x)):
@@ -63,7 +63,7 @@ def lengths(codec: Codec) -> str | None:
             y = codec.decode(one, x.shape, x.dtype, None, sizes)
             for row, size in enumerate(sizes):
                 need(not y[row, size:].any(), f"row {row} has values beyond its length")
-                if not codec.rowwise:  # its values may follow from the other rows' too
+                if codec.together:
                     continue
                 alone = round_trip(codec, x[row : row + 1, :size], seed=own[row : row + 1])
                 what = f"row {row} decodes to other values than alone"

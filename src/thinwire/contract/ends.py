@@ -28,10 +28,26 @@ class Ends:
         self.sender: Sender = scheme.sender()
         self.receiver: Receiver = scheme.receiver()
 
-    def begin(self, step: Step) -> None:
+    def own(self, step: Step) -> Step:
+        """``step`` as the link would announce it: by places in the batch where the scheme tells
+        rows apart by these."""
+        if self.scheme.keyed is None or self.scheme.keyed.by != "slot":
+            return step
+        found: Step = []
+        for visit, x in step:
+            first = sum(len(before.lengths) for before, _ in found)
+            slots = tuple(range(first, first + len(visit.lengths)))
+            found.append((visit._replace(keys=slots), x))
+        return found
+
+    def begin(self, step: Step, dense: bool = False) -> None:
         visits = [visit for visit, _ in step]
-        self.sender.begin_step(visits)
-        self.receiver.begin_step(visits)
+        self.sender.begin_step(visits, dense)
+        self.receiver.begin_step(visits, dense)
+
+    def end(self) -> None:
+        """The step counts."""
+        self.sender.end_step()
 
     def send(self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None) -> Frame:
         """The message of a copy of ``x``."""
@@ -40,12 +56,15 @@ class Ends:
     def take(self, data: Frame, microbatch: int, visit: Visit) -> Tensor:
         return self.receiver.decode(off_the_wire(data), microbatch, visit)
 
-    def step(self, step: Step, shuffled: int | None = None) -> tuple[list[Frame], list[Tensor]]:
+    def step(
+        self, step: Step, shuffled: int | None = None, dense: bool = False
+    ) -> tuple[list[Frame], list[Tensor]]:
         """A training step from end to end: its messages, and what was received.
 
         ``shuffled``: the two ends go through the micro-batches in orders of their own.
         """
-        self.begin(step)
+        step = self.own(step)
+        self.begin(step, dense)
         orders = [list(range(len(step))) for _ in range(2)]
         if shuffled is not None:
             for place, order in enumerate(orders):
@@ -58,6 +77,7 @@ class Ends:
         for k in orders[1]:
             with on(shown(*step[k])):
                 received[k] = self.take(sent[k], k, step[k][0])
+        self.end()
         places = range(len(step))
         return [sent[k] for k in places], [received[k] for k in places]
 

@@ -79,7 +79,7 @@ def padding(scheme: Scheme) -> str | None:
 @requirement("sizes", "at most row_nbytes are sent of a row, and longer rows never need fewer")
 def sizes(scheme: Scheme) -> str | None:
     ends = Ends(scheme)
-    for step in steps(_SOME):
+    for step in map(ends.own, steps(_SOME)):
         ends.begin(step)
         for k, (there, x) in enumerate(step):
             with on(shown(there, x)):
@@ -90,6 +90,7 @@ def sizes(scheme: Scheme) -> str | None:
                 found = len(sections)
                 need(1 <= found <= MAX_SECTIONS, f"{found} sections", f"1 to {MAX_SECTIONS}")
                 ends.receiver.decode(sections, k, there)
+        ends.end()
     before = 0
     for n in (*range(70), 127, 128, 129, 1000):
         with on(f"row_nbytes({n}, torch.float32)"):
@@ -103,7 +104,7 @@ def sizes(scheme: Scheme) -> str | None:
 @requirement("out", "the bytes are the same where `out` has room for them")
 def out(scheme: Scheme) -> str | None:
     ends, other = Ends(scheme), Ends(scheme)
-    for step in steps(_SOME):
+    for step in map(ends.own, steps(_SOME)):
         ends.begin(step)
         other.begin(step)
         for k, (there, x) in enumerate(step):
@@ -118,6 +119,8 @@ def out(scheme: Scheme) -> str | None:
                 need(bool((around == 171).all()), "bytes around it were written")
                 ends.take(sent, k, there)
                 other.take(sent, k, there)
+        ends.end()
+        other.end()
     return None
 
 
@@ -161,7 +164,7 @@ def generators(scheme: Scheme) -> str | None:
 @requirement("input", "a sender neither changes nor keeps the tensor that it is given")
 def unchanged(scheme: Scheme) -> str | None:
     ends, other = Ends(scheme), Ends(scheme)
-    for step in steps(_SOME):
+    for step in map(ends.own, steps(_SOME)):
         ends.begin(step)
         other.begin(step)
         for k, (there, x) in enumerate(step):
@@ -173,6 +176,8 @@ def unchanged(scheme: Scheme) -> str | None:
                 need(sent == other.send(x, k, there), "what was sent depends on later changes")
                 ends.take(sent, k, there)
                 other.take(sent, k, there)
+        ends.end()
+        other.end()
         with on(shown(*step[0])):
             need(equal(ends.states, other.states), "the state has changed with it, afterwards")
     return None

@@ -26,8 +26,8 @@ def agree(scheme: Scheme) -> str | None:
     for number, step in enumerate(steps(_MANY)):
         ends.step(step, shuffled=number)
         with on(_told(number, step)):
-            here, there = ends.digests
-            need(here == there, f"digests {here:x} and {there:x}")
+            one, other = ends.digests
+            need(one == other, f"digests {one:x} and {other:x}")
     return None
 
 
@@ -39,7 +39,7 @@ def _told(number: int, step: Step) -> str:
 @requirement("evaluation", "stateless() codes without begin_step and samples, and moves no state")
 def evaluation(scheme: Scheme) -> str | None:
     ends, still = Ends(scheme), Ends(scheme)
-    for number, step in enumerate(steps(_SOME)):
+    for number, step in enumerate(map(ends.own, steps(_SOME))):
         ends.begin(step)
         still.begin(step)
         before = ends.states
@@ -56,6 +56,7 @@ def _moved(ends: Ends, step: Step) -> list[bytes]:
     sent = [ends.send(x, k, there) for k, (there, x) in enumerate(step)]
     for k, (data, (there, _)) in enumerate(zip(sent, step, strict=True)):
         ends.take(data, k, there)
+    ends.end()
     return sent
 
 
@@ -74,7 +75,7 @@ def nonfinite(scheme: Scheme) -> str | None:
     if isinstance(scheme, Value) and takes_bytes(scheme.codec):
         raise NotApplicable("the link itself looks for what is not finite before raw")
     ends = Ends(scheme)
-    for step in steps(_SOME):
+    for step in map(ends.own, steps(_SOME)):
         ends.begin(step)
         for k, (there, x) in enumerate(step):
             for value in (torch.nan, torch.inf):
@@ -101,7 +102,7 @@ def _check_refused(ends: Ends, x: Tensor, k: int, there: tw.Visit) -> None:
 @requirement("damage", "sections that do not fit raise ValueError and leave the state as it is")
 def damage(scheme: Scheme) -> str | None:
     ends = Ends(scheme)
-    for step in steps(_SOME):
+    for step in map(ends.own, steps(_SOME)):
         ends.begin(step)
         for k, (there, x) in enumerate(step):
             sent = ends.send(x, k, there)
@@ -117,6 +118,7 @@ def damage(scheme: Scheme) -> str | None:
                     need(equal(ends.states, before), "the state has moved")
             with on(shown(there, x)):
                 ends.take(sent, k, there)
+        ends.end()
     return None
 
 
@@ -160,4 +162,21 @@ def _loaded(ends: Ends) -> Ends:
     return fresh
 
 
-REQUIREMENTS = (agree, evaluation, nonfinite, damage, state)
+@requirement("dense", "dense steps carry values as they are, and both ends agree after them")
+def dense(scheme: Scheme) -> str | None:
+    ends = Ends(scheme)
+    for number, step in enumerate(steps(_SOME)):
+        as_they_are = number % 4 < 2
+        _, received = ends.step(step, dense=as_they_are)
+        with on(_told(number, step)):
+            one, other = ends.digests
+            need(one == other, f"digests {one:x} and {other:x}")
+        for (there, x), y in zip(step, received, strict=True):
+            with on(f"step {number + 1}, {shown(there, x)}"):
+                rows = zip(x.flatten(1), y.reshape(len(x), -1), there.lengths, strict=True)
+                same = all(torch.equal(row[:n], found[:n]) for row, found, n in rows)
+                need(same or not as_they_are, "other values in a dense step")
+    return None
+
+
+REQUIREMENTS = (agree, evaluation, nonfinite, damage, state, dense)

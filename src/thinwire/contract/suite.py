@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from thinwire import spec
 from thinwire.codecs import Codec
 from thinwire.contract import codec_bytes, codec_values, scheme_ends, scheme_state, training
-from thinwire.contract.requirement import Requirement, Result, try_out
+from thinwire.contract.requirement import NotApplicable, Requirement, Result, try_out
 from thinwire.schemes import Scheme
 
 OF_CODECS: tuple[Requirement[Codec], ...] = (
@@ -41,7 +41,18 @@ class Report:
 
 def requirements_of(value: Codec | Scheme) -> tuple[Requirement[Any], ...]:
     """What is asked of a codec, or of a scheme."""
-    return OF_CODECS if isinstance(value, Codec) else OF_SCHEMES
+    if not isinstance(value, Codec):
+        return OF_SCHEMES
+    return OF_CODECS if value.alone else tuple(map(_left_out, OF_CODECS))
+
+
+def _left_out(one: Requirement[Codec]) -> Requirement[Codec]:
+    """The same for a codec that needs more than its payload, unless it asks for no payload."""
+
+    def why(codec: Codec) -> NoReturn:
+        raise NotApplicable("it codes no tensor by itself: it needs another link's frames")
+
+    return one if one is codec_values.spec else Requirement(one.name, one.says, why)
 
 
 def examine(text: str, progress: Callable[[str], None] = lambda requirement: None) -> Report:

@@ -115,10 +115,7 @@ class Link(ABC):
                 state = self.states[boundary.index]
                 shapes = [boundary.shape_for(mb.rows, plan.seq_len) for mb in plan.microbatches]
                 visits = [self.visit(boundary, k, shape) for k, shape in enumerate(shapes)]
-                if plan.dense:
-                    state.begin_step(visits, dense=True)
-                else:  # somebody's scheme need not know of the other
-                    state.begin_step(visits)
+                state.begin_step(visits, plan.dense)
                 if len(self.boundaries) == 1:
                     self.resting = self._at_rest(state)
                     if self.device.type == "cpu":

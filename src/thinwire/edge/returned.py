@@ -25,7 +25,7 @@ def fault_of_sections(sections: object, shape: Sequence[int], most: int) -> str 
         return f"its sender returned {type(sections).__name__}, not a list of sections"
     if not 1 <= len(sections) <= MAX_SECTIONS:
         return f"its sender returned {len(sections)} sections, not 1 to {MAX_SECTIONS}"
-    met: dict[bool, set[int]] = {False: set(), True: set()}  # rows of values, and of residuals
+    versions = 0
     for section in sections:
         payload = section.payload
         if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
@@ -34,12 +34,14 @@ def fault_of_sections(sections: object, shape: Sequence[int], most: int) -> str 
             name = getattr(section.kind, "name", section.kind)
             return f"its sender returned a section of kind {name} and shape {section.shape}"
         rows = range(shape[0]) if section.rows is None else section.rows
-        there = met[section.kind == Kind.RESIDUAL]
-        if not all(0 <= row < shape[0] for row in rows) or not there.isdisjoint(rows):
+        within = all(0 <= row < shape[0] for row in rows)
+        if not within or list(rows) != sorted(set(rows)):
             return f"its sender returned a section of the rows {list(rows)} of {shape[0]}"
         if section.versions is not None and len(section.versions) != len(rows):
             return f"its sender returned {len(section.versions)} versions of {len(rows)} rows"
-        there.update(rows)
+        versions += len(section.versions or ())
+    if versions > shape[0]:
+        return f"its sender returned {versions} versions of {shape[0]} rows"
     total = sum(section.payload.numel() for section in sections)
     if total > most:
         return f"its sender returned {total} payload bytes; by its row_nbytes at most {most}"

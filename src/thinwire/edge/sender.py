@@ -207,9 +207,9 @@ class LinkSender(Link):
         if isinstance(scheme, Value) and scheme.codec == RAW and self.plan.train:
             check_finite(x, scheme, visit.valid)
         state = self.states[boundary.index] if self.plan.train else scheme.sender()
-        found = state.encode(x, microbatch, visit, out)
+        sections = state.encode(x, microbatch, visit, out)
         most = self.max_payload(boundary, len(visit.lengths))
-        fault = fault_of_sections(found, x.shape, most)
+        fault = fault_of_sections(sections, x.shape, most)
         if fault is not None:
             raise ValueError(
                 f"{self.names.here}: scheme {scheme}, {self.what} of micro-batch {microbatch}, "
@@ -220,7 +220,7 @@ class LinkSender(Link):
             self.fidelity.add(x, state.sent, visit.valid)
             state.sent = None
             self.timers.encode_s -= time.thread_time() - start  # it belongs to no codec
-        return found
+        return sections
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
         """Tensor values that a section carries (padding left out)."""
