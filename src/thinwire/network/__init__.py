@@ -1,6 +1,6 @@
 """Transports: bytes between endpoints."""
 
-from thinwire.network.emulate import EmulatedTransport, parse_latency, parse_rate
+from thinwire.network.emulate import EmulatedTransport
 from thinwire.network.gloo import GlooTransport
 from thinwire.network.memory import MemoryTransport
 from thinwire.network.transport import Handle, Message, Transport, TransportError
@@ -13,6 +13,4 @@ __all__ = [
     "Message",
     "Transport",
     "TransportError",
-    "parse_latency",
-    "parse_rate",
 ]

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from thinwire.network.emulate import parse_rate
 from thinwire.study import predict
 from thinwire.study.grid import Grid, Plan
 from thinwire.study.paired import Difference, paired
 from thinwire.study.results import Result
+from thinwire.units import parse_rate
 
 _MARGIN = 1.01  # of the baseline's loss: the target, where none is given
 Best = Mapping[str, float | None]

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.network.emulate import parse_latency, parse_rate
 from thinwire.train.words import one_line, printable
+from thinwire.units import parse_latency, parse_rate
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
 LANGUAGE, VISION = "language", "vision"  # tasks, each with its kinds of models
