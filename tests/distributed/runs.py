@@ -240,12 +240,16 @@ def references(folder: Path) -> dict[str, Any]:
         last = list(disk.parts(ranks_own))[-1]
         for path in sorted(last.folder.glob("link-*")):
             table = load_file(path)
-            if "rows" in table:
-                found[f"{ranks_own.name}/{path.name}"] = {n: t.tolist() for n, t in table.items()}
-                continue
-            names = ("versions", "values", "last", "hashes")
-            columns = [table[name].tolist() for name in ("keys", *names)]
+            columns = [table[name].tolist() for name in ("keys", "versions", "values", "last")]
+            kept = _rows(table) if "rows" in table else table["hashes"].tolist()
             found[f"{ranks_own.name}/{path.name}"] = {
-                row[0]: row[1:] for row in zip(*columns, strict=True)
+                row[0]: row[1:] for row in zip(*columns, kept, strict=True)
             }
     return found
+
+
+def _rows(table: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Each key's row, which lie end to end: as many bytes a value in all of them."""
+    total = max(int(table["values"].sum()), 1)
+    sizes = (table["values"] * len(table["rows"]) // total).tolist()
+    return [row.tolist() for row in table["rows"].split(sizes)] if sizes else []
