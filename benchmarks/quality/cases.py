@@ -125,8 +125,9 @@ def _blocks() -> Iterator[Case]:
     yield from _with(other, delta(DIRECT["2/4"]), DIRECT["2/4"])
     longer = dataclasses.replace(claim, epochs=6)
     yield from _with(longer, FP32, delta(DIRECT["4/8"]), DIRECT["4/8"])
+    yield from _with(longer, WIDE_SECOND[1], delta(DIRECT["2/4"]))
     yield from _ablations(claim)
-    yield from _with(longer, delta(DIRECT["2/4"]), DIRECT["2/4"], KEPT[0])
+    yield from _with(longer, DIRECT["2/4"], KEPT[0])
     yield from _with(deep, *WIDE_SECOND[:1], *APART)
     yield from _with(claim, *NARROW_FIRST, *WIDE_SECOND)
     for elsewhere in _elsewhere(claim):
@@ -195,9 +196,8 @@ def _ablations(claim: Case) -> Iterator[Case]:
         yield from _with(claim, delta(optioned))
     deep = dataclasses.replace(claim, layers=8)
     yield from _with(deep, FP32)
-    for plan in (delta(wide), delta(narrow)):
-        for stages in (8, 4, 2):
-            yield from _with(dataclasses.replace(deep, stages=stages), plan)
+    for stages in (8, 4, 2):
+        yield from _with(dataclasses.replace(deep, stages=stages), delta(wide))
     for option in ("group=row", "group=32", "round=stochastic"):
         yield from _with(claim, (f"{narrow[0]}:{option}", f"{narrow[1]}:{option}"))
     yield from _with(claim, ("raw", "int4"), ("raw", "int8"), ("int2", "raw"), ("int4", "raw"))
