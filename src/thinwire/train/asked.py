@@ -17,7 +17,7 @@ OFF, AS_TRAINED = "off", "as-trained"
 SPLITS = ("val", "test")
 _SAMPLES = 2048  # that running statistics are estimated on
 #: Settings that may be given, which change nothing of what is evaluated.
-_GIVEN = ("data.path", "nproc", "threads", "device", "link.rate", "link.latency")
+_GIVEN = ("data.path", "threads", "device", "link.rate", "link.latency")
 _EPILOG = """examples:
   thinwire eval runs/one                          codec off, and as it was trained
   thinwire eval runs/one --codec int4 --split test
@@ -100,6 +100,8 @@ def _parser(command: str, description: str) -> Parser:
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     known = {entry.name: entry for entry in configuration.settings()}
+    nproc = "processes to start, each with its stages (default: all stages in one)"
+    parser.add_argument("--nproc", metavar="VALUE", help=nproc)
     for name in _GIVEN:
         parser.add_argument(f"--{name}", dest=name, metavar="VALUE", help=known[name].help)
     return parser
