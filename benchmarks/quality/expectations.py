@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.quality.cases import DIRECT, Case, delta
-from benchmarks.quality.paired import Difference, against_fp32, between
+from benchmarks.quality.paired import against_fp32, between
 from benchmarks.quality.results import Results
+from thinwire.study.paired import Difference
 
 #: Of delta: at most so much above the loss of fp32.
 WITHIN = {"4/8": 0.005, "4/4": 0.005, "2/4": 0.03}

@@ -13,8 +13,9 @@ from typing import Any
 from benchmarks.quality import expectations
 from benchmarks.quality.cases import DIRECT, LR, Case, delta
 from benchmarks.quality.expectations import Plans, planned
-from benchmarks.quality.paired import Difference, against_fp32, baseline, between
+from benchmarks.quality.paired import against_fp32, baseline, between
 from benchmarks.quality.results import Results
+from thinwire.study.paired import Difference
 
 _HERE = Path(__file__).parent
 _WIDE = ("int4", "delta(int4)")  # whose gradients are compared in 4 and 8 bits

@@ -30,6 +30,9 @@ class Difference:
         """Whether the mean is more than two standard errors from zero; None for one value."""
         return None if self.error is None else abs(self.mean) > 2 * self.error
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self, signed: bool = True, decimals: int = 4) -> str:
         """``+0.0123 ± 0.0004``."""
         sign = "+" * (signed and self.mean >= 0)
