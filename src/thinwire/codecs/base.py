@@ -419,6 +419,12 @@ def row_sizes(lengths: Lengths | None, count: int, n: int) -> list[int] | None:
     return sizes if any(size != n for size in sizes) else None
 
 
+def within(sizes: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """Which values of rows of ``width`` are among the first ``sizes[i]``, bool [rows, width]."""
+    ends = torch.tensor(sizes, dtype=torch.int64, device=device)
+    return torch.arange(width, device=device) < ends[:, None]
+
+
 def _check_tensor(coder: Codec, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"codec {coder} takes a torch tensor, not {type(x).__qualname__}")

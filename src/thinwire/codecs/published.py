@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, layout
+from thinwire.codecs.base import Codec, layout, within
 from thinwire.native import planes
 from thinwire.spec import register
 
@@ -148,8 +148,7 @@ def _within(sizes: list[int] | None, x: Tensor) -> Tensor:
     """Which values of ``x`` [rows, n] count, bool."""
     if sizes is None:
         return torch.ones_like(x, dtype=torch.bool)
-    ends = torch.tensor(sizes, device=x.device)[:, None]
-    return torch.arange(x.shape[1], device=x.device) < ends
+    return within(sizes, x.shape[1], x.device)
 
 
 def _put(y: Tensor, target: Tensor, sizes: list[int] | None) -> None:

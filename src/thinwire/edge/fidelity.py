@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import within
+
 
 @dataclasses.dataclass
 class Fidelity:
@@ -25,10 +27,8 @@ class Fidelity:
         """Count ``x`` [rows, …], of which ``y`` arrives; ``lengths[i]`` values of row i, or all."""
         given, arrived = (t.detach().reshape(len(x), -1).to(torch.float64) for t in (x, y))
         if lengths is not None:
-            within = torch.arange(given.shape[1], device=x.device) < torch.tensor(
-                lengths, device=x.device
-            ).unsqueeze(1)
-            given, arrived = given[within], arrived[within]
+            valid = within(lengths, given.shape[1], x.device)
+            given, arrived = given[valid], arrived[valid]
         if not given.numel():
             return
         self.values += given.numel()

@@ -187,6 +187,15 @@ class Sender(End):
     measuring: bool = False
     sent: Tensor | None = None
 
+    def as_it_is(self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None) -> Section:
+        """``x`` in a dense step, as one section; raises NonFiniteError."""
+        check_finite(x, RAW, visit.valid)
+        payload = RAW.encode(x, len(visit.lengths), visit.valid, out=out)
+        section = Section(Kind.VALUE, str(RAW), x.dtype, tuple(x.shape), payload)
+        self.note_support(RAW, section, microbatch, visit)
+        self.sent = x if self.measuring else None
+        return section
+
     @abstractmethod
     def encode(
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None

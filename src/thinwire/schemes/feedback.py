@@ -30,7 +30,6 @@ from thinwire.codecs.topk import TopK
 from thinwire.errors import FrameError, SpecError
 from thinwire.frame import Kind, Section
 from thinwire.schemes.base import (
-    RAW,
     Keyed,
     Receiver,
     Scheme,
@@ -145,15 +144,12 @@ class _FeedbackSender(Sender):
     ) -> list[Section]:
         keys = keys_of(visit)
         kept = [row for row, is_kept in enumerate(self._kept[microbatch]) if is_kept]
-        values = x.detach().reshape(len(keys), -1)
-        check_finite(x, RAW if self._dense else self._codec, visit.valid)
         if self._dense:
+            section = self.as_it_is(x, microbatch, visit, out)
             self._gone += [keys[row] for row in kept]
-            payload = RAW.encode(values, len(keys), visit.valid, out=out)
-            section = Section(Kind.VALUE, str(RAW), x.dtype, tuple(x.shape), payload)
-            self.note_support(RAW, section, microbatch, visit)
-            self.sent = x if self.measuring else None
             return [section]
+        check_finite(x, self._codec, visit.valid)
+        values = x.detach().reshape(len(keys), -1)
         held = self.store.lengths
         later = [row for row in kept if held.get(keys[row]) == visit.lengths[row]]
         residual = torch.zeros(values.shape, device=values.device)
@@ -286,7 +282,7 @@ class _MixedReceiver(Receiver):
         if len(halves) > 1 or len(values) - len(halves) > 1 or len(rests) != len(halves):
             raise FrameError("a residual does not belong to a value, or a value lacks one")
         head = values[0]
-        y = torch.empty((count, _width(shape)), dtype=head.dtype, device=head.payload.device)
+        y = torch.empty((count, math.prod(shape[1:])), dtype=head.dtype, device=head.payload.device)
         for section in values:
             coder = self._half if section in halves else self._whole
             rows, part = self._decode(section, coder, head, visit)
@@ -307,11 +303,6 @@ class _MixedReceiver(Receiver):
         fits = section.codec == str(coder) and section.dtype == head.dtype
         if not fits or section.shape != head.shape:
             raise FrameError(f"coded as {section.codec!r}, this end expects {coder}")
-        shape = len(rows), _width(section.shape)
+        shape = len(rows), math.prod(section.shape[1:])
         lengths = lengths_at(visit, rows)
         return rows, coder.decode(section.payload, shape, head.dtype, len(rows), lengths)
-
-
-def _width(shape: Sequence[int]) -> int:
-    """Values of a row."""
-    return math.prod(shape[1:])

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs.base import within
 from thinwire.codecs.topk import TopK
 from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section
@@ -74,45 +74,35 @@ class MaskEnd(End):
         self._dense = dense
         self.masks.clear()
 
-    @property
-    def _coding(self) -> tuple[Codec, str]:
-        """What codes the values that travel, and how sections call it."""
-        return (RAW, str(RAW)) if self._dense else (self._codec.values, self._name)
-
     def _mask(self, microbatch: int, visit: Visit, width: int) -> tuple[Tensor, list[int]]:
         """What travels of a micro-batch, bool [rows, width], and how many values of each row."""
         mask = self.masks.pop(microbatch, None)
         if mask is None or mask.shape != (len(visit.lengths), width):
             raise FrameError(f"the forward link has transmitted no such values as {self._name}")
-        kept = [n if self._dense else self._codec.kept(n) for n in visit.lengths]
-        return mask, kept
+        return mask, [self._codec.kept(n) for n in visit.lengths]
 
 
 def _spread(part: Tensor, mask: Tensor, kept: Sequence[int], y: Tensor) -> None:
     """Put the values ``part`` [rows, most kept] where ``mask`` says into ``y`` [rows, n]."""
-    y[mask.to(y.device)] = part[_present(kept, part.shape[1]).to(y.device)]
+    y[mask.to(y.device)] = part[within(kept, part.shape[1], y.device)]
 
 
 class _MaskSender(MaskEnd, Sender):
     def encode(
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
-        coder, name = self._coding
-        values = x.detach().reshape(len(visit.lengths), -1)
         if self._dense:
-            check_finite(x, RAW, visit.valid)
-            payload = coder.encode(values, len(values), visit.valid, out=out)
-            self.sent = x if self.measuring else None
-        else:
-            mask, kept = self._mask(microbatch, visit, values.shape[1])
-            check_finite(x, self._name, visit.valid)
-            part, lengths = _gathered(values, mask.to(values.device), kept)
-            payload = coder.encode(part, len(part), lengths, visit.seeds, out)
-            if self.measuring:
-                found = coder.decode(payload, part.shape, x.dtype, len(part), lengths)
-                self.sent = torch.zeros_like(values)
-                _spread(found, mask, kept, self.sent)
-        return [Section(Kind.VALUE, name, x.dtype, tuple(x.shape), payload)]
+            return [self.as_it_is(x, microbatch, visit, out)]
+        coder, values = self._codec.values, x.detach().reshape(len(visit.lengths), -1)
+        mask, kept = self._mask(microbatch, visit, values.shape[1])
+        check_finite(x, self._name, visit.valid)
+        part, lengths = _gathered(values, mask.to(values.device), kept)
+        payload = coder.encode(part, len(part), lengths, visit.seeds, out)
+        if self.measuring:
+            found = coder.decode(payload, part.shape, x.dtype, len(part), lengths)
+            self.sent = torch.zeros_like(values)
+            _spread(found, mask, kept, self.sent)
+        return [Section(Kind.VALUE, self._name, x.dtype, tuple(x.shape), payload)]
 
 
 class _MaskReceiver(MaskEnd, Receiver):
@@ -120,7 +110,9 @@ class _MaskReceiver(MaskEnd, Receiver):
         rows = len(visit.lengths)
         shape = expect_sections(sections, (Kind.VALUE,), rows, "a masked value")
         (section,) = sections
-        coder, name = self._coding
+        coder, name = self._codec.values, self._name
+        if self._dense:
+            coder, name = RAW, str(RAW)
         if section.codec != name:
             raise FrameError(f"coded as {section.codec!r}, this end expects {name}")
         if self._dense:
@@ -138,10 +130,5 @@ def _gathered(x: Tensor, mask: Tensor, kept: Sequence[int]) -> tuple[Tensor, lis
     """The values of ``x`` [rows, n] that travel [rows, most kept], and lengths if they differ."""
     most = max(kept, default=0)
     part = x.new_zeros((len(kept), most))
-    part[_present(kept, most).to(x.device)] = x[mask]
+    part[within(kept, most, x.device)] = x[mask]
     return part, None if min(kept, default=0) == most else list(kept)
-
-
-def _present(kept: Sequence[int], most: int) -> Tensor:
-    """Bool [rows, most]: the first so many of each row."""
-    return torch.arange(most) < torch.tensor(kept, dtype=torch.int64)[:, None]

@@ -24,7 +24,6 @@ from thinwire.schemes.base import (
     Scheme,
     Sender,
     Visit,
-    check_finite,
     expect_sections,
 )
 
@@ -74,16 +73,6 @@ class _ValueEnd(End):
     def begin_step(self, visits: Sequence[Visit], dense: bool = False) -> None:
         self.dense = dense
 
-    @property
-    def coder(self) -> Codec:
-        """The codec of this step."""
-        return RAW if self.dense else self._codec
-
-    @property
-    def coder_name(self) -> str:
-        """Its name."""
-        return str(RAW) if self.dense else self._name
-
     def foresee(
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
@@ -126,12 +115,12 @@ class ValueSender(_ValueEnd, Sender):
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
         if self.dense:
-            check_finite(x, RAW, visit.valid)
-        payload = self.coder.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
-        section = Section(Kind.VALUE, self.coder_name, x.dtype, tuple(x.shape), payload)
-        self.note_support(self.coder, section, microbatch, visit)
+            return [self.as_it_is(x, microbatch, visit, out)]
+        payload = self._codec.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
+        section = Section(Kind.VALUE, self._name, x.dtype, tuple(x.shape), payload)
+        self.note_support(self._codec, section, microbatch, visit)
         if self.measuring:
-            self.sent = self.coder.decode(
+            self.sent = self._codec.decode(
                 payload, x.shape, x.dtype, len(visit.lengths), visit.valid
             )
         return [section]
@@ -144,8 +133,9 @@ class ValueReceiver(_ValueEnd, Receiver):
         rows = len(visit.lengths)
         shape = expect_sections(sections, (Kind.VALUE,), rows, "a value")
         (section,) = sections
-        if section.codec != self.coder_name:
-            raise FrameError(f"coded as {section.codec!r}, this end expects {self.coder}")
-        y = self.coder.decode(section.payload, shape, section.dtype, rows, visit.valid)
-        self.note_support(self.coder, section, microbatch, visit)
+        coder, name = (RAW, str(RAW)) if self.dense else (self._codec, self._name)
+        if section.codec != name:
+            raise FrameError(f"coded as {section.codec!r}, this end expects {coder}")
+        y = coder.decode(section.payload, shape, section.dtype, rows, visit.valid)
+        self.note_support(coder, section, microbatch, visit)
         return y
