@@ -18,7 +18,7 @@ import thinwire as tw
 from thinwire.train import check, report, statistics
 from thinwire.train.asked import AS_TRAINED, OFF, Asked
 from thinwire.train.build import Place, Run, build
-from thinwire.train.choose import choose
+from thinwire.train.choose import Choice, choose
 from thinwire.train.config import Config, ConfigError, PlanConfig, RefConfig
 from thinwire.train.evaluation import Evaluation, evaluate
 from thinwire.train.home import Home
@@ -37,13 +37,16 @@ def score(
     nothing to recalibrate.
     """
     trained = config.plan
+    choice, _ = choose(home, place.rank, place.world_size, lambda manifest: False)
+    if choice is None:
+        raise ConfigError(f"{home.folder} has no complete checkpoint to evaluate")
     found = []
     for codec in asked.codecs:
         plan = _plan(trained, codec)
         coded = dataclasses.replace(config, plan=plan, ref=RefConfig())
         check.check_plan(coded)
         run = build(coded, data, place, home.folder / f"rank-{place.rank}")
-        step = _load(run, home, asked)
+        _load(run, choice, asked)
         samples = run.samples.parts.get(asked.split)
         if samples is None:
             raise ConfigError(f"the data have no {asked.split} split; leave --split out")
@@ -56,7 +59,7 @@ def score(
         _say(screen, f"{asked.split} loss with codec {_named(codec, plan)}{what}: {one}")
     document = {
         "run": str(home.folder),
-        "step": step,
+        "step": choice.key.step,
         "split": asked.split,
         "recalibrated": bool(asked.recalibrate or asked.statistics),
         "scores": [{"split": asked.split, **one} for one in found],
@@ -84,11 +87,8 @@ def _named(codec: str, plan: PlanConfig) -> str:
     return f"{codec} ({plan.forward})" if codec == AS_TRAINED else codec
 
 
-def _load(run: Run, home: Home, asked: Asked) -> int:
-    """Give this rank's stages the weights of the newest complete checkpoint; returns its step."""
-    choice, _ = choose(home, run.place.rank, run.place.world_size, lambda manifest: False)
-    if choice is None:
-        raise ConfigError(f"{home.folder} has no complete checkpoint to evaluate")
+def _load(run: Run, choice: Choice, asked: Asked) -> None:
+    """Give this rank's stages the weights of a checkpoint, and the statistics asked for."""
     fetch_weights(run, choice)
     if asked.statistics is not None:
         path = Path(asked.statistics)
@@ -96,7 +96,6 @@ def _load(run: Run, home: Home, asked: Asked) -> int:
             statistics.put(run, load_file(path))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"can't read the statistics {path}: {error}") from None
-    return choice.key.step
 
 
 def _recalibrate(run: Run, home: Home, codec: str, asked: Asked) -> None:
