@@ -95,6 +95,8 @@ WRONG = {
     "[settings]\ntrain.epoch = 1\n[[plan]]\nforward = 'int4'": "unknown setting 'train.epoch'",
     "learning_rates = ['x']\n[[plan]]\nforward = 'int4'": "numbers above 0",
     "[": "is no valid TOML",
+    "rates = ['fast']\n[[plan]]\nforward = 'int4'": "rates: 'fast' is no link rate",
+    "rates = ['none']\n[[plan]]\nforward = 'int4'": "rates: 'none' is none to predict times at",
     "deviations = 'x'\n[[plan]]\nforward = 'int4'": "is no list of texts",
 }
 

@@ -36,6 +36,7 @@ from thinwire.train import config as configuration
 from thinwire.train.config import ConfigError
 from thinwire.train.spelling import typed_values
 from thinwire.train.words import one_line
+from thinwire.units import parse_rate
 
 Settings = Mapping[str, Any]
 
@@ -150,9 +151,21 @@ def read(
         tuple(_texts(document, "deviations", path)),
         _text(document, "not_run", "", path) or None,
     )
+    for rate in grid.rates:
+        _check_rate(rate, path)
     if len(plans) * grid.seeds > _MOST_CASES:
         raise ConfigError(f"{path}: {len(plans) * grid.seeds:,} runs; at most {_MOST_CASES:,} go")
     return grid
+
+
+def _check_rate(text: str, path: Path) -> None:
+    """Refuse a rate that times cannot be predicted at."""
+    try:
+        rate = parse_rate(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: rates: {one_line(error)}") from None
+    if rate is None:
+        raise ConfigError(f"{path}: rates: '{text}' is none to predict times at; write 100mbit")
 
 
 def _document(path: Path) -> dict[str, Any]:
