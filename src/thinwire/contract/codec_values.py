@@ -21,7 +21,7 @@ from thinwire.contract.data import (
     seeds,
     told,
 )
-from thinwire.contract.requirement import Broken, NotApplicable, need, on, requirement
+from thinwire.contract.requirement import Broken, NotApplicable, need, need_spec, on, requirement
 
 _POWERS = range(-60, 61, 6)
 _ROUNDING = 0.02  # that a shorter dtype may add to the relative error
@@ -29,13 +29,7 @@ _ROUNDING = 0.02  # that a shorter dtype may add to the relative error
 
 @requirement("spec", "its string, parsed, gives an equal codec with the same string")
 def spec(codec: Codec) -> str | None:
-    with on("str(codec)"):
-        text = str(codec)
-    with on(text):
-        again = tw.codec(text)
-        need(again == codec, f"{again!r} is not {codec!r}")
-        need(hash(again) == hash(codec), "equal codecs of unequal hashes")
-        need(str(again) == text, f"its string is then {str(again)!r}")
+    need_spec(codec, "codec", tw.codec)
     return None
 
 

@@ -100,6 +100,17 @@ def need(condition: bool, found: str, expected: str | None = None) -> None:
         raise Broken(found, expected)
 
 
+def need_spec(value: object, kind: str, read: Callable[[str], object]) -> None:
+    """Raise ``Broken`` unless the string of a ``kind``, as codec or scheme, reads as its equal."""
+    with on(f"str({kind})"):
+        text = str(value)
+    with on(text):
+        again = read(text)
+        need(again == value, f"{again!r} is not {value!r}")
+        need(hash(again) == hash(value), f"equal {kind}s of unequal hashes")
+        need(str(again) == text, f"its string is then {str(again)!r}")
+
+
 def described(error: BaseException) -> str:
     """An exception on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())

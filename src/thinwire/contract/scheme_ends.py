@@ -9,7 +9,7 @@ import thinwire as tw
 from thinwire.contract.codec_bytes import generators_now
 from thinwire.contract.data import FEATURES, POSITIONS, WIDTH, normal, shown, steps, visit
 from thinwire.contract.ends import Ends, equal, on_the_wire
-from thinwire.contract.requirement import Broken, need, on, requirement
+from thinwire.contract.requirement import Broken, need, need_spec, on, requirement
 from thinwire.frame import MAX_SECTIONS
 from thinwire.schemes import Scheme
 
@@ -18,13 +18,7 @@ _SOME = 8
 
 @requirement("spec", "its string, parsed, gives an equal scheme with the same string")
 def spec(scheme: Scheme) -> str | None:
-    with on("str(scheme)"):
-        text = str(scheme)
-    with on(text):
-        again = tw.scheme(text)
-        need(again == scheme, f"{again!r} is not {scheme!r}")
-        need(hash(again) == hash(scheme), "equal schemes of unequal hashes")
-        need(str(again) == text, f"its string is then {str(again)!r}")
+    need_spec(scheme, "scheme", tw.scheme)
     return None
 
 
