@@ -241,7 +241,6 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="thinwire selftest",
         description="Check that the codecs and schemes give the same bytes here as elsewhere.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     options = parser.parse_args(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -70,8 +69,6 @@ def run(arguments: Sequence[str]) -> int:
         prog="thinwire bench",
         description="Measure what the codecs cost on this machine.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("what", nargs="?", help="what to measure: codecs")
     options, rest = parser.parse_known_args(list(arguments[:1]))
@@ -108,8 +105,6 @@ def _parser() -> Parser:
         prog="thinwire bench codecs",
         description="Measure the codecs and the AQ-SGD step beside a copy and beside their peers.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     for name, text in _OPTIONS.items():
         if name in ("--quick", "--json"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import signal
@@ -73,8 +72,6 @@ def read_options(arguments: Sequence[str]) -> Options:
         prog="thinwire check",
         description="Try all that is asked of a codec or scheme.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="of which all is checked")
     parser.add_argument(

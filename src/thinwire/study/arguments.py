@@ -154,14 +154,11 @@ def _whole(name: str, text: str | None) -> int | None:
 
 
 def _parser() -> Parser:
-    from argparse import RawDescriptionHelpFormatter
 
     parser = Parser(
         prog="thinwire study",
         description="Compare plans over seeds: run what is missing, and tell it in one table.",
         epilog=_EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("grid", metavar="GRID", help="a TOML file, or a study of thinwire's own")
     parser.add_argument(

@@ -48,8 +48,6 @@ def run(arguments: list[str]) -> int:
         prog="thinwire",
         description="Train PyTorch models over slow networks.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
     described = "; ".join(f"{name}: {what}" for name, what in _COMMANDS.items())
@@ -118,7 +116,6 @@ def read_inspect(arguments: Sequence[str]) -> tuple[Path, bool]:
     parser = Parser(
         prog="thinwire inspect",
         description="Show what the folder of a run tells, whether it goes on or has ended.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
@@ -131,9 +128,7 @@ def _train_parser(known: dict[str, Setting]) -> Parser:
         prog="thinwire train",
         description="Train a model in pipeline stages whose links are compressed.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", help="a TOML file of settings; options override it")
     parser.add_argument(

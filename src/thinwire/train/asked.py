@@ -93,9 +93,7 @@ def _parser(command: str, description: str) -> Parser:
         prog=f"thinwire {command}",
         description=description,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
