@@ -154,7 +154,6 @@ def _whole(name: str, text: str | None) -> int | None:
 
 
 def _parser() -> Parser:
-
     parser = Parser(
         prog="thinwire study",
         description="Compare plans over seeds: run what is missing, and tell it in one table.",
