@@ -238,9 +238,9 @@ BAD_COMBINATIONS = [
     ),
     (
         ["--pipeline.cuts", "layer1"],
-        "--pipeline.cuts layer1 is a setting of resnet8, resnet20 and resnet18, but model.kind is",
+        "--pipeline.cuts layer1 is a setting of resnet8, resnet10, resnet20 and resnet18, but mod",
     ),
-    (["--data.augment", "crop-flip"], "--data.augment crop-flip is a setting of resnet8, resnet20"),
+    (["--data.augment", "crop-flip"], "--data.augment crop-flip is a setting of resnet8, resnet10"),
     ([*RESNET, "--data.variants", "4"], "data.variants is 4, but data.augment is none; set --data"),
     ([*RESNET, "--data.variants", "-1"], "data.variants is -1; it must be at least 0"),
     ([*RESNET, "--data.size", "0"], "data.size is 0; it must be at least 1"),

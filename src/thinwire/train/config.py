@@ -19,7 +19,7 @@ from thinwire.units import parse_latency, parse_rate
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
 LANGUAGE, VISION = "language", "vision"  # tasks, each with its kinds of models
-KINDS = {"gpt": LANGUAGE, "resnet8": VISION, "resnet20": VISION, "resnet18": VISION}
+KINDS = {"gpt": LANGUAGE, "resnet8": VISION, "resnet10": VISION, "resnet20": VISION, "resnet18": VISION}
 BY_TASK = "default"  # the optimizer that suits the task
 PLUGIN_HELP = "a Python file that registers codecs or schemes; may be given several times"
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")

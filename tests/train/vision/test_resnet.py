@@ -29,6 +29,7 @@ def parts(made: ResNet) -> list[Stage]:
     [
         ("resnet8", 1, 77_754),
         ("resnet8", 3, 78_042),
+        ("resnet10", 1, 308_538),
         ("resnet20", 1, 272_186),
         ("resnet20", 3, 272_474),
         ("resnet18", 3, 11_173_962),

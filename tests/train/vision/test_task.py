@@ -101,6 +101,7 @@ def test_images_whose_activations_do_not_fit_are_one_line(
     ("kind", "flag"),
     [
         ("resnet8", "--model.kind resnet20"),
+        ("resnet10", "--model.kind resnet20"),
         ("resnet20", "--model.kind resnet18"),
         ("resnet18", "--pipeline.cuts layer3"),
     ],

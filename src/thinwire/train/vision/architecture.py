@@ -39,6 +39,7 @@ def _blocks(widths: tuple[int, ...], depth: int) -> tuple[Block, ...]:
 #: The blocks of each kind of model, in order.
 BLOCKS = {
     "resnet8": _blocks((16, 32, 64), 1),
+    "resnet10": _blocks((16, 32, 64, 128), 1),
     "resnet20": _blocks((16, 32, 64), 3),
     "resnet18": _blocks((64, 128, 256, 512), 2),
 }

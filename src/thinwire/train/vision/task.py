@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import thinwire as tw
     from thinwire.train.batches import Split
 
-_DEEPER = {"resnet8": "resnet20", "resnet20": "resnet18"}
+_DEEPER = {"resnet8": "resnet20", "resnet10": "resnet20", "resnet20": "resnet18"}
 
 
 class Vision(Task):
