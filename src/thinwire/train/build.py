@@ -17,6 +17,7 @@ from thinwire.train.batches import Batch, Samples, Split, steps_per_epoch
 from thinwire.train.config import (
     BY_EPOCHS,
     Config,
+    ConfigError,
     TrainConfig,
     link_latency,
     link_rate,
@@ -24,6 +25,7 @@ from thinwire.train.config import (
 from thinwire.train.stage import Stage
 from thinwire.train.task import Data, Model, Task
 from thinwire.train.tasks import task_of
+from thinwire.train.words import counted
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,14 @@ def build(config: Config, data: Data, place: Place, own: Path, is_on_disk: bool 
     """
     task = task_of(config)
     samples, model = task.split(config, data), task.model(config, data)
-    task.check_samples(config, data, len(samples.training))
     count, variants = len(samples.training), samples.training.variants
+    asked = config.train.samples
+    if asked is not None and count < asked:
+        raise ConfigError(
+            f"train.samples is {asked}, but {data.source} has {counted(count, 'sample')} to train "
+            "on; lower it or leave it out"
+        )
+    task.check_samples(config, data, count)
     need = storage.need_of(config, model, place.rank, count, variants)
     kept = storage.storage_of(
         config, need, own / disk.REFERENCES, place.local_world_size, is_on_disk

@@ -19,7 +19,13 @@ from thinwire.units import parse_latency, parse_rate
 
 BY_EPOCHS = "default"  # the forward scheme that suits the number of epochs
 LANGUAGE, VISION = "language", "vision"  # tasks, each with its kinds of models
-KINDS = {"gpt": LANGUAGE, "resnet8": VISION, "resnet10": VISION, "resnet20": VISION, "resnet18": VISION}
+KINDS = {
+    "gpt": LANGUAGE,
+    "resnet8": VISION,
+    "resnet10": VISION,
+    "resnet20": VISION,
+    "resnet18": VISION,
+}
 BY_TASK = "default"  # the optimizer that suits the task
 PLUGIN_HELP = "a Python file that registers codecs or schemes; may be given several times"
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV")
@@ -106,6 +112,9 @@ class DataConfig:
 class TrainConfig:
     epochs: int = setting(3, "passes over the training data")
     steps: int | None = setting(None, "optimizer steps; replaces epochs")
+    samples: int | None = setting(
+        None, "train on so many samples only: a text's first, images spread evenly; none: all"
+    )
     quick: bool = setting(False, "train on 256 samples only, validate on 64")
     batch: int = setting(16, "samples in a step", otherwise={VISION: 128})
     optimizer: str = setting(

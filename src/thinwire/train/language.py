@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.train.config import Config, ConfigError, shortened
 from thinwire.train.size import check_size
-from thinwire.train.task import QUICK, Data, Model, Task
+from thinwire.train.task import Data, Model, Task, limits
 from thinwire.train.words import counted
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Language(Task):
         from thinwire.train.data import Samples, Text
 
         assert isinstance(data, Text)
-        limits = QUICK if config.train.quick else (None, None)
-        training = Samples(data.train, config.model.context, limits[0])
-        return Split(training, Samples(data.validation, config.model.context, limits[1]))
+        train, held = limits(config)
+        training = Samples(data.train, config.model.context, train)
+        return Split(training, Samples(data.validation, config.model.context, held))
 
     def model(self, config: Config, data: Data) -> Model:
         from thinwire.train.model import Gpt

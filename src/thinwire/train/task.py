@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-QUICK = 256, 64  # samples to train, and to validate and test on, with --quick
+_QUICK = 256, 64  # samples to train, and to validate and test on, with --quick
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from thinwire.train.batches import Split
     from thinwire.train.config import Config
     from thinwire.train.stage import Stage
+
+
+def limits(config: Config) -> tuple[int | None, int | None]:
+    """At most how many samples to train on, and to validate and test on."""
+    trained, held = _QUICK if config.train.quick else (None, None)
+    return config.train.samples or trained, held
 
 
 class Data(ABC):

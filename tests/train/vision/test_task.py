@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.images import idx_in, labelled, write_idx
 from thinwire.train import bound, build, check, pace, report, storage
@@ -87,6 +88,19 @@ def test_too_few_images_for_the_micro_batches_are_one_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="11 images to train on, fewer than the 16 of a step of"):
         task_of(config).check_samples(config, data, 11)
     task_of(config).check_samples(config, data, len(samples.training))
+
+
+def test_fewer_images_are_spread_over_all_and_more_than_there_are_is_one_line(
+    tmp_path: Path,
+) -> None:
+    _, _, every, _ = made(tmp_path)
+    config, data, some, _ = made(tmp_path, "--train.samples=20")
+    numbers, kept = torch.arange(20), torch.arange(20) * len(every.training) // 20
+    assert torch.equal(some.training.batch(numbers).inputs, every.training.batch(kept).inputs)
+    assert len(some.validation) == len(every.validation)
+    config, data, _, _ = made(tmp_path, "--train.samples=90")
+    with pytest.raises(ConfigError, match=r"train.samples is 90, but .* has 48 samples to train"):
+        build.build(config, data, build.Place(0, 1, torch.device("cpu")), tmp_path)
 
 
 def test_images_whose_activations_do_not_fit_are_one_line(

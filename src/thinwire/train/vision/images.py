@@ -48,7 +48,8 @@ class Scale:
 
 
 class Samples(batches.Samples):
-    """Some of the images of a part; with ``limit`` only so many from the start are used."""
+    """Some of the images of a part; with ``limit`` only so many of them, evenly spread, since the
+    order may be that of the classes."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class Samples(batches.Samples):
         augmentation: Augmentation | None = None,
         limit: int | None = None,
     ) -> None:
-        self.part, self.places, self.scale = part, places[:limit], scale
+        if limit is not None and limit < len(places):
+            places = places[torch.arange(limit) * len(places) // limit]
+        self.part, self.places, self.scale = part, places, scale
         self.augmentation = augmentation
         self.variants = 1 if augmentation is None else augmentation.variants
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.train.config import Config, ConfigError, shortened
 from thinwire.train.size import physical_memory
-from thinwire.train.task import QUICK, Data, Model, Task
+from thinwire.train.task import Data, Model, Task, limits
 from thinwire.train.vision.architecture import BLOCKS, kept
 from thinwire.train.vision.cuts import parse, stops
 from thinwire.train.words import counted
@@ -116,7 +116,7 @@ class Vision(Task):
         from thinwire.train.vision.images import Augmentation, Images, Samples
 
         assert isinstance(data, Images)
-        train, held = QUICK if config.train.quick else (None, None)
+        train, held = limits(config)
         augmentation = None
         if config.data.augment != "none":
             augmentation = Augmentation(config.train.seed, config.data.variants)
