@@ -15,6 +15,7 @@
     forward = ["int4", "int2"]
     backward = ["int8", "int4"]
     settings = { plan.dense_epochs = 1 }
+    seeds = 1                         # fewer than the others
 
 A case is a plan with a seed and a learning rate. What two cases of a seed share besides the plan is
 the same in both: initial weights, order of the samples, dropout.
@@ -47,16 +48,18 @@ _KEYS = {
     *("title", "baseline", "seeds", "settings", "plan", "learning_rates", "rates", "target"),
     *("deviations", "not_run", "plugins"),
 }
-_PLAN_KEYS = {"name", "forward", "backward", "settings"}
+_PLAN_KEYS = {"name", "forward", "backward", "settings", "seeds"}
 _MOST_CASES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One of what is compared: the settings in which it differs from the others."""
+    """One of what is compared: the settings in which it differs from the others, and with how many
+    seeds it is run, where that is not the study's number."""
 
     name: str
     settings: Settings
+    seeds: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Grid:
 
     def finals(self, plan: Plan, lr: float | None) -> list[Case]:
         """The runs of a plan that are reported."""
-        return [self.case(plan, seed, lr) for seed in range(self.seeds)]
+        return [self.case(plan, seed, lr) for seed in range(plan.seeds or self.seeds)]
 
 
 def read(
@@ -130,7 +133,7 @@ def read(
     beside = [path.parent / file for file in _texts(document, "plugins", path)]
     if files := [*beside, *map(Path, plugins)]:
         shared["plugin"] = tuple(str(file.absolute()) for file in files)
-    plans = [plan for entry in _entries(document, path) for plan in _plans(entry, path)]
+    plans = [plan for entry in _entries(document, path) for plan in _plans(entry, seeds, path)]
     plans += [_added(text) for text in added]
     names = [plan.name for plan in plans]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -144,7 +147,7 @@ def read(
         shared,
         tuple(plans),
         baseline,
-        _seeds(document, seeds, path),
+        _seeds(document, seeds, path) or 3,
         tuple(_numbers(document, "learning_rates", path)),
         tuple(_texts(document, "rates", path) or _RATES),
         next(iter(_numbers(document, "target", path)), None),
@@ -153,8 +156,8 @@ def read(
     )
     for rate in grid.rates:
         _check_rate(rate, path)
-    if len(plans) * grid.seeds > _MOST_CASES:
-        raise ConfigError(f"{path}: {len(plans) * grid.seeds:,} runs; at most {_MOST_CASES:,} go")
+    if (runs := sum(len(grid.finals(plan, None)) for plan in plans)) > _MOST_CASES:
+        raise ConfigError(f"{path}: {runs:,} runs; at most {_MOST_CASES:,} go")
     return grid
 
 
@@ -192,7 +195,7 @@ def _entries(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _plans(entry: Mapping[str, Any], path: Path) -> Iterator[Plan]:
+def _plans(entry: Mapping[str, Any], seeds: int | None, path: Path) -> Iterator[Plan]:
     """The plans of a table: more than one where it has lists."""
     for key in entry:
         if key not in _PLAN_KEYS:
@@ -208,7 +211,7 @@ def _plans(entry: Mapping[str, Any], path: Path) -> Iterator[Plan]:
     for chosen in itertools.product(*choices):
         values = typed_values(dict(zip(given, chosen, strict=True)), path)
         name = _text(entry, "name", _name(values), path)
-        yield Plan(name, values)
+        yield Plan(name, values, _seeds(entry, seeds, path))
 
 
 def _added(text: str) -> Plan:
@@ -262,8 +265,10 @@ def _numbers(table: Mapping[str, Any], key: str, path: Path) -> list[float]:
     return [float(one) for one in values]
 
 
-def _seeds(document: Mapping[str, Any], given: int | None, path: Path) -> int:
-    value = document.get("seeds", 3) if given is None else given
+def _seeds(table: Mapping[str, Any], given: int | None, path: Path) -> int | None:
+    value = table.get("seeds") if given is None else given
+    if value is None:
+        return None
     if type(value) is not int or not 1 <= value <= 100:
         where = f"{path}: seeds" if given is None else "--seeds"
         raise ConfigError(f"{where} = {value!r}: a whole number from 1 to 100")
