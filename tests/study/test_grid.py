@@ -6,6 +6,8 @@ import pytest
 
 from thinwire.study.arguments import read_options
 from thinwire.study.grid import Grid, read
+from thinwire.train import check
+from thinwire.train import config as configuration
 from thinwire.train.config import ConfigError
 
 
@@ -37,6 +39,32 @@ def test_lists_are_all_combinations(tmp_path: Path) -> None:
     assert [plan.name for plan in grid.plans] == names
     assert grid.baseline == "fp32"
     assert grid.seeds == 3
+
+
+def test_settings_of_all_runs_are_replaced_by_those_that_are_given(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, PLANS, instead=["train.epochs=5", "data.path=a=b"])
+    assert grid.settings == {"train.epochs": 5, "model.dim": 64, "data.path": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train.epochs", "--set train.epochs: write a setting and its value, as data.path=images"),
+        ("train.epoch=3", "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
+        ("train.epochs=x", "--train.epochs: 'x' is not a whole number"),
+    ],
+)
+def test_settings_that_are_none_are_one_line(text: str, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        grid_of(tmp_path, PLANS, instead=[text])
+    assert line in str(error.value)
+
+
+def test_a_plan_may_have_seeds_of_its_own(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, PLANS + "seeds = 1\n")
+    assert [len(grid.finals(plan, None)) for plan in grid.plans] == [3, 1, 1, 1, 1]
+    grid = grid_of(tmp_path, PLANS + "seeds = 1\n", seeds=2)
+    assert [len(grid.finals(plan, None)) for plan in grid.plans] == [2] * 5
 
 
 def test_a_case_has_what_all_share_and_what_is_its_own(tmp_path: Path) -> None:
@@ -142,3 +170,25 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -
     file.write_text('[[plan]]\nforward = "int44"\n')
     with pytest.raises(ConfigError, match="the plan 'int44 / int8': in spec"):
         read_options([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("name", "plans", "runs"),
+    [
+        ("images", 26, 48),
+        ("quantization", 12, 36),
+        ("topk", 11, 23),
+        ("feedback", 12, 22),
+        ("resnet18", 34, 102),
+        ("gpt2", 23, 69),
+    ],
+)
+def test_the_studies_that_come_with_it_can_be_read(name: str, plans: int, runs: int) -> None:
+    grid = read_options([name]).grid
+    assert len(grid.plans) == plans
+    assert sum(len(grid.finals(plan, None)) for plan in grid.plans) == runs
+    assert grid.deviations
+    assert bool(grid.not_run) == (name in ("resnet18", "gpt2"))
+    for plan in grid.plans:
+        config = configuration.build({**grid.case(plan, 0, None).settings, "data.path": "there"})
+        assert check.resolved(config).pipeline.stages == 4

@@ -21,6 +21,7 @@ _SHIPPED = Path(__file__).parent / "grids"
 _EPILOG = """examples:
   thinwire study quantization                    a study that comes with thinwire
   thinwire study mine.toml --plugin sign.py --add sign --seeds 1
+  thinwire study images --set data.path=mnist    a setting of all runs, instead of the file's
   thinwire study mine.toml --report              the table of what is there so far
 
 Runs that are finished are not run again: stop and start a study at will.
@@ -117,7 +118,13 @@ def read_options(arguments: Sequence[str]) -> Options:
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
         raise ConfigError(f"there is no study {given.grid}; those that come with thinwire: {known}")
-    grid = read(path, given.add or [], _whole("--seeds", given.seeds), given.plugin or [])
+    grid = read(
+        path,
+        given.add or [],
+        _whole("--seeds", given.seeds),
+        given.plugin or [],
+        given.set or [],
+    )
     extend.load(tuple(grid.settings.get("plugin", ())))
     check_specs(grid)
     folder = Path(given.out) if given.out else Path("studies") / path.stem
@@ -164,6 +171,12 @@ def _parser() -> Parser:
         "--add", action="append", metavar="SPEC", help="a further plan: int4, or 'int4 / int8'"
     )
     parser.add_argument("--plugin", action="append", metavar="FILE", help=PLUGIN_HELP)
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME=VALUE",
+        help="a setting of all runs instead of the file's, as data.path=images",
+    )
     parser.add_argument("--seeds", metavar="N", help="seeds for each plan, instead of the file's")
     parser.add_argument("--out", metavar="DIR", help="the study's folder (default studies/NAME)")
     parser.add_argument("--jobs", metavar="N", help="runs side by side, a thread each (default 1)")

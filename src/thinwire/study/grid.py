@@ -35,7 +35,7 @@ from typing import Any
 from thinwire.spec import nearest
 from thinwire.train import config as configuration
 from thinwire.train.config import ConfigError
-from thinwire.train.spelling import typed_values
+from thinwire.train.spelling import from_text, typed_values
 from thinwire.train.words import one_line
 from thinwire.units import parse_rate
 
@@ -121,15 +121,17 @@ def read(
     added: Sequence[str] = (),
     seeds: int | None = None,
     plugins: Sequence[str] = (),
+    instead: Sequence[str] = (),
 ) -> Grid:
     """The study in ``path``, and plans ``added`` to it: ``forward``, or ``forward / backward``.
 
-    ``plugins``: further files that register codecs or schemes.
+    ``plugins``: further files that register codecs or schemes. ``instead``: settings for all runs
+    in place of the file's, as ``data.path=images``.
 
     Raises ConfigError where something in it is unknown, of another type, or there twice.
     """
     document = _document(path)
-    shared = typed_values(_flat(document.get("settings", {})), path)
+    shared = typed_values(_flat(document.get("settings", {})), path) | _replaced(instead)
     beside = [path.parent / file for file in _texts(document, "plugins", path)]
     if files := [*beside, *map(Path, plugins)]:
         shared["plugin"] = tuple(str(file.absolute()) for file in files)
@@ -159,6 +161,20 @@ def read(
     if (runs := sum(len(grid.finals(plan, None)) for plan in plans)) > _MOST_CASES:
         raise ConfigError(f"{path}: {runs:,} runs; at most {_MOST_CASES:,} go")
     return grid
+
+
+def _replaced(texts: Sequence[str]) -> dict[str, Any]:
+    """Settings from ``name=value``."""
+    known = {entry.name: entry for entry in configuration.settings()}
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: write a setting and its value, as data.path=images")
+        if name not in known:
+            raise ConfigError(f"--set {text}: unknown setting '{name}'{nearest(name, known)}")
+        found[name] = from_text(known[name], value)
+    return found
 
 
 def _check_rate(text: str, path: Path) -> None:
