@@ -175,9 +175,9 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "plans", "runs"),
     [
-        ("images", 26, 48),
+        ("images", 26, 44),
         ("quantization", 12, 36),
-        ("topk", 11, 23),
+        ("topk", 11, 21),
         ("feedback", 12, 22),
         ("resnet18", 34, 102),
         ("gpt2", 23, 69),
