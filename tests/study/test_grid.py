@@ -183,7 +183,11 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -
         ("gpt2", 23, 69),
     ],
 )
-def test_the_studies_that_come_with_it_can_be_read(name: str, plans: int, runs: int) -> None:
+def test_the_studies_that_come_with_it_can_be_read(
+    name: str, plans: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()  # not what is meant
     grid = read_options([name]).grid
     assert len(grid.plans) == plans
     assert sum(len(grid.finals(plan, None)) for plan in grid.plans) == runs

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.runs import text_in
+from thinwire.store.lock import is_held
 from thinwire.study import arguments, runner
 from thinwire.study.arguments import read_options
 from thinwire.study.results import load
@@ -69,6 +74,32 @@ def test_a_study_runs_what_it_lacks_and_tells_it(
     assert sparse["scores"]["off"] != sparse["scores"]["as-trained"]
     assert sparse["mbytes"] < fp32["mbytes"] / 3
     assert found["split"] == "val"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_study_that_is_stopped_saves_its_runs_and_goes_on(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    grid, out = tmp_path / "tiny.toml", tmp_path / "out"
+    text = GRID.format(text_in(tmp_path)).replace("train.epochs = 2", "train.steps = 1000000")
+    grid.write_text(text.replace("learning_rates = [0.001, 0.01]\n", ""))
+    command = [sys.executable, "-m", "thinwire", "study", str(grid), "--out", str(out)]
+    study = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not any("loss" in file.read_text() for file in out.glob("runs/*/metrics.jsonl")):
+        assert study.poll() is None
+        time.sleep(0.1)
+    study.send_signal(number)
+    _, said = study.communicate()
+    assert study.returncode == 128 + number
+    by = "" if number == signal.SIGINT else " by SIGTERM"
+    assert said.splitlines() == [
+        "stopping: runs are saved, and go on with the same command",
+        f"thinwire: stopped{by}",
+    ]
+    (saved,) = out.glob("runs/*/rank-0")
+    assert list(saved.glob("step-*"))
+    assert not is_held(saved)  # nobody goes on in it
 
 
 @pytest.mark.timeout(120)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.study import tables
 from thinwire.study.grid import Grid, Plan, read
@@ -16,6 +16,9 @@ from thinwire.train import extend
 from thinwire.train.config import PLUGIN_HELP, ConfigError
 from thinwire.train.parser import Parser
 from thinwire.train.words import one_line
+
+if TYPE_CHECKING:
+    from thinwire.study.runner import Runner
 
 _SHIPPED = Path(__file__).parent / "grids"
 _EPILOG = """examples:
@@ -43,13 +46,22 @@ class Options:
 def run(arguments: Sequence[str]) -> int:
     """Run and report a study; returns the exit code. Raises ConfigError."""
     options = read_options(arguments)
-    from thinwire.study.runner import Runner  # torch takes seconds
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    from thinwire.study.runner import Runner, Stopped  # torch takes seconds
+    from thinwire.train.stop import say, stopped_by
 
     options.folder.mkdir(parents=True, exist_ok=True)
     runner = Runner(options.folder, options.jobs, say, options.keep)
+    try:
+        found = _found(options, runner)
+    except Stopped as stopped:
+        say(stopped_by(stopped.number))
+        return 128 + stopped.number
+    print(json.dumps(found, indent=2) if options.json else tables.markdown(found))
+    return 0
+
+
+def _found(options: Options, runner: Runner) -> dict[str, Any]:
+    """What the study found, with the runs that were missing; into its folder too."""
     results = load(options.folder)
     best: dict[str, float | None] = {}
     for plan in options.grid.plans:
@@ -65,8 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         results = runner.run(sorted(finals, key=lambda case: case.seed))
     found = tables.document(options.grid, results, best)
     write(options.folder, found, options.grid, results, best)
-    print(json.dumps(found, indent=2) if options.json else tables.markdown(found))
-    return 0
+    return found
 
 
 def chosen(grid: Grid, plan: Plan, results: Mapping[str, Result]) -> float | None:
@@ -113,9 +124,9 @@ def read_options(arguments: Sequence[str]) -> Options:
     parser = _parser()
     given = parser.parse_args(arguments)
     path = Path(given.grid)
-    if not path.exists() and path.suffix != ".toml":
+    if not path.is_file() and path.suffix != ".toml":  # a folder may have a study's name
         path = _SHIPPED / f"{given.grid}.toml"
-    if not path.exists():
+    if not path.is_file():
         known = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
         raise ConfigError(f"there is no study {given.grid}; those that come with thinwire: {known}")
     grid = read(

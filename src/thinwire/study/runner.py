@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from thinwire.study.grid import Case
@@ -20,10 +23,19 @@ from thinwire.train import config as configuration
 from thinwire.train.config import KINDS, VISION, ConfigError
 from thinwire.train.metrics import SUMMARY
 from thinwire.train.spelling import to_toml
+from thinwire.train.stop import heeded
 
 _POLL_S = 0.2
 #: How a run ends that the plan itself has broken: the study goes on, and says so.
 _BROKEN = ("not finite", "diverged")
+
+
+class Stopped(Exception):
+    """The study was stopped by the signal ``number``, and its runs with it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
 
 
 @dataclass
@@ -46,12 +58,18 @@ class Runner:
     ) -> None:
         self._folder, self._jobs, self._say, self._keep = folder, jobs, say, keep
         self._running: list[_Running] = []
+        self._signal: int | None = None  # that asked to stop
 
     def run(self, cases: Iterable[Case]) -> dict[str, Result]:
         """The results of all of ``cases``, by key; those that are there already are not run again.
 
-        Raises ConfigError with the run's own line where one is refused or breaks off.
+        Raises ConfigError with the run's own line where one is refused or breaks off, and
+        ``Stopped`` once runs that were asked to stop have saved where they are.
         """
+        with self._heeding():
+            return self._run(cases)
+
+    def _run(self, cases: Iterable[Case]) -> dict[str, Result]:
         done = load(self._folder)
         waiting = [case for key, case in {c.key: c for c in cases}.items() if key not in done]
         total = len(waiting)
@@ -64,15 +82,39 @@ class Runner:
                     done[one.case.key] = result
                     left = len(waiting) + len(self._running)
                     self._say(f"{total - left}/{total}  {_described(one.case, result)}")
+                if self._signal is not None:
+                    raise Stopped(self._signal)
                 while waiting and len(self._running) < self._jobs:
                     self._running.append(self._start(waiting.pop(0)))
                 time.sleep(_POLL_S)
         finally:
-            for one in self._running:
-                one.process.terminate()
+            self._end()
             for one in self._running:
                 one.process.wait()
         return done
+
+    def _end(self) -> None:
+        """Ask runs to stop where they are, once more to stop at once."""
+        for one in self._running:
+            one.process.terminate()
+
+    @contextlib.contextmanager
+    def _heeding(self) -> Iterator[None]:
+        """While inside, a signal stops the study, and a second one its runs at once."""
+
+        def take(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None:
+                self._end()
+                return
+            self._signal = number
+            self._say("stopping: runs are saved, and go on with the same command")
+
+        previous = {number: signal.signal(number, take) for number in heeded()}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _start(self, case: Case) -> _Running:
         folder = self._folder / "runs" / case.key
@@ -89,7 +131,12 @@ class Runner:
         command = [sys.executable, "-m", "thinwire", *words]
         stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by _line
         process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=stderr, env=_environment(), text=True
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=_environment(),
+            text=True,
+            start_new_session=True,  # what a terminal sends comes through the study alone
         )
         return process, stderr
 
@@ -115,7 +162,12 @@ class Runner:
         words = ["eval", str(one.folder), "--json", "--codec", "off", "--recalibrate"]
         command = [sys.executable, "-m", "thinwire", *words, "--split", split_of(summary)]
         found = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=_environment()
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=_environment(),
+            start_new_session=True,
         )
         if found.returncode != 0:
             raise ConfigError(f"{_name(one.case)}: {_last(found.stderr)}")

@@ -101,10 +101,15 @@ def heeded() -> list[signal.Signals]:
     return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
 
 
+def stopped_by(number: int) -> str:
+    """What is shown when a signal has stopped a command."""
+    return f"thinwire: stopped{_by(number)}"
+
+
 def stopped_line(number: int, stopped: Stopped, command: str) -> str:
     """What is shown when a run has stopped as it was asked to."""
     where = f"at step {stopped.step} of {stopped.steps}"
-    return f"thinwire: stopped{_by(number)} {where}; go on with: {command}"
+    return f"{stopped_by(number)} {where}; go on with: {command}"
 
 
 def at_once_line(
@@ -117,7 +122,7 @@ def at_once_line(
         known = f"; the last step is saved, go on with: {command(phase[1])}"
     elif phase is not None and phase[0] == "complete":
         known = f"; the run in {phase[1]} is complete"
-    return f"thinwire: stopped{_by(number)}{known}"
+    return f"{stopped_by(number)}{known}"
 
 
 def _by(number: int) -> str:
