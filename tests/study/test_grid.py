@@ -175,10 +175,10 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "plans", "runs"),
     [
-        ("images", 26, 44),
+        ("images", 28, 46),
         ("quantization", 12, 36),
         ("topk", 11, 21),
-        ("feedback", 12, 22),
+        ("feedback", 13, 23),
         ("resnet18", 34, 102),
         ("gpt2", 23, 69),
     ],

@@ -74,19 +74,25 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def training_numbers(
-    count: int, batch: int, least: int, seed: int, done: int = 0
+    count: int, batch: int, least: int, seed: int, done: int = 0, fixed: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
     """``(epoch, sample numbers)`` of one batch after the other, for ever; the first ``done`` left
     out.
 
     A short last batch is kept; only one of fewer than ``least`` samples is left out of its epoch.
+    ``fixed``: the batches are those of the first epoch, in an order of each epoch's own.
     """
     epoch, skipped = divmod(done, steps_per_epoch(count, batch, least))
     while True:
-        batches = epoch_order(count, seed, epoch).split(batch)
+        batches = [
+            numbers
+            for numbers in epoch_order(count, seed, 0 if fixed else epoch).split(batch)
+            if len(numbers) >= least
+        ]
+        if fixed and epoch:
+            batches = [batches[place] for place in epoch_order(len(batches), seed, epoch)]
         for numbers in batches[skipped:]:
-            if len(numbers) >= least:
-                yield epoch, numbers
+            yield epoch, numbers
         epoch, skipped = epoch + 1, 0
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.train import disk, pace, storage
-from thinwire.train.batches import Batch, Samples, Split, steps_per_epoch
+from thinwire.train.batches import Batch, Samples, Split, steps_per_epoch, training_numbers
 from thinwire.train.config import (
     BY_EPOCHS,
     Config,
@@ -59,6 +59,18 @@ class Run:
     def least(self) -> int:
         """The samples of the smallest batch that is trained on."""
         return self.task.least_rows * self.config.pipeline.microbatches
+
+    def upcoming(self, done: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Epoch and sample numbers of the batches after the first ``done``, for ever."""
+        train = self.config.train
+        return training_numbers(
+            len(self.samples.training),
+            train.batch,
+            self.least,
+            train.seed,
+            done,
+            fixed=train.shuffle == "batches",
+        )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -117,6 +117,11 @@ class TrainConfig:
     )
     quick: bool = setting(False, "train on 256 samples only, validate on 64")
     batch: int = setting(16, "samples in a step", otherwise={VISION: 128})
+    shuffle: str = setting(
+        "samples",
+        "what each epoch has in an order of its own: all samples, or batches that stay the same",
+        ("samples", "batches"),
+    )
     optimizer: str = setting(
         "adamw",
         "AdamW, or SGD with Nesterov momentum of 0.9; default: that of the model's kind",

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from thinwire.train import disk, storage
-from thinwire.train.batches import training_numbers
 from thinwire.train.build import Place, Run, build
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import Config, TrainConfig
@@ -81,9 +80,7 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
     """The training steps after the first ``done``. Raises Stopped after one, if asked to."""
     config, device = run.config, run.place.device
     training = run.samples.training
-    upcoming = training_numbers(
-        len(training), config.train.batch, run.least, config.train.seed, done
-    )
+    upcoming = run.upcoming(done)
     epoch, numbers = next(upcoming)
     for step in range(done + 1, run.steps + 1):
         next_epoch, next_numbers = next(upcoming)

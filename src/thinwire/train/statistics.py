@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.train import ranks
-from thinwire.train.batches import training_numbers
 from thinwire.train.build import Run
 from thinwire.train.config import ConfigError
 
@@ -51,11 +50,11 @@ def layers(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
 def estimate(run: Run, codec: bool, samples: int) -> None:
     """Replace the running statistics of all stages by those of so many training samples, with the
     plan's codecs on the links or without (collective)."""
-    config, device = run.config, run.place.device
+    device = run.place.device
     training = run.samples.training
     found = layers(run.stages)
     sums = [_Sums() for _ in found]
-    upcoming = training_numbers(len(training), config.train.batch, run.least, config.train.seed)
+    upcoming = run.upcoming()
     with _watched(found, sums):
         seen = 0
         while seen < min(samples, len(training)):
