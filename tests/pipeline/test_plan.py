@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import thinwire as tw
 from thinwire.boundary import Boundary
 from thinwire.pipeline.agreement import split_rows
+from thinwire.pipeline.plan import Schemes
 
 
 def test_a_plan_names_the_schemes_of_each_edge() -> None:
@@ -87,3 +88,23 @@ def test_the_loss_is_a_mean_over_valid_tokens() -> None:
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
     assert loss.count == 12
     assert torch.allclose(torch.as_tensor(parts), expected)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "said"),
+    [
+        ("topk:0.1", "topk:0.1", "backward topk:0.1 chooses positions of its own"),
+        ("ef(topk:0.1)", "ef(topk:0.2)", "backward ef(topk:0.2) chooses positions of its own"),
+        ("ef(topk:0.1,key=slot)", "int8", "tells rows apart by their place in the batch"),
+        ("topk:0.1", "topk:0.1,mask=shared", None),
+        ("delta(topk:0.1)", "topk:0.1", None),
+        ("topk:0.1", "int8", None),
+    ],
+)
+def test_plans_that_are_known_to_do_harm_are_warned_of(
+    forward: str, backward: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    Schemes(tw.Plan(forward, backward), edges=3).warn()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (0 if said is None else 1)
+    assert said is None or said in messages[0]

@@ -96,11 +96,21 @@ class Schemes:
         return any(one.recalls for one in self._all)
 
     def warn(self) -> None:
-        """Say where what one sample leaves is used for another."""
+        """Say where what one sample leaves is used for another, and where gradients are kept at
+        positions whose values were not sent."""
         for one in dict.fromkeys(self._all):
             if one.keyed is not None and one.keyed.by == "slot":
                 _LOG.warning(
                     "%s tells rows apart by their place in the batch: what one sample leaves is "
                     "used for another; leave key=slot out to keep samples apart",
                     one,
+                )
+        for forward, backward in dict.fromkeys(pair for pair in self.pairs if pair):
+            if forward.support is not None and backward.support is not None:
+                _LOG.warning(
+                    "backward %s chooses positions of its own, most of which forward %s does not "
+                    "send: transformers diverged so; topk:…,mask=shared sends gradients at those "
+                    "that it does",
+                    backward,
+                    forward,
                 )
