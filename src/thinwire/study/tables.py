@@ -145,23 +145,30 @@ def cells(found: Mapping[str, Any]) -> Cells:
     percent = 100 if metric == "accuracy" else 1
     unit = "accuracy %" if metric == "accuracy" else "loss"
     heading = ["plan", *(["learning rate"] if any(p["lr"] for p in found["plans"]) else [])]
+    heading.append("runs")
     heading += [f"{unit}, codec {codec}" for codec in codecs]
-    heading += [f"less baseline, codec {codecs[0]}" if codecs else "less baseline", "MB a run"]
-    heading += ["bits forward", "backward", f"loss at {found['equal_bytes'] / 1e6:.1f} MB"]
+    heading += [f"less baseline, codec {codec}" for codec in codecs]
+    heading += [
+        "MB a run",
+        "bits forward",
+        "backward",
+        f"loss at {found['equal_bytes'] / 1e6:.1f} MB",
+    ]
     heading += [f"s to target at {rate}" for rate in found["rates"]]
     rows = [heading]
     for plan in found["plans"]:
         row = [plan["name"], *([f"{plan['lr']:g}"] if "learning rate" in heading else [])]
         if not plan["runs"]:
             why = plan["failed"][0] if plan["failed"] else "not run"
-            rows.append([*row, why, *[""] * (len(heading) - len(row) - 1)])
+            rows.append([*row, "0", why, *[""] * (len(heading) - len(row) - 2)])
             continue
         scores = [plan["scores"].get(codec, {}).get(metric) for codec in codecs]
+        row.append(str(plan["runs"]))
         row += [_plus_minus(score, "mean", "error", percent) for score in scores]
-        first = scores[0] if scores else None
-        row.append(
-            _plus_minus(first, "above_baseline", "above_baseline_error", percent, signed=True)
-        )
+        row += [
+            _plus_minus(score, "above_baseline", "above_baseline_error", percent, signed=True)
+            for score in scores
+        ]
         bits = plan["bits"]
         row += [f"{plan['mbytes']:.1f}", _number(bits["forward"]), _number(bits["backward"])]
         row.append(_number(plan["loss_at_equal_bytes"], 4))
@@ -193,10 +200,10 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     if found["split"]:
         target = "" if found["target"] is None else f"; the target is {found['target']:.4f}"
         lines.append(
-            f"Scores on the {found['split']} split: means over {found['seeds']} seeds with "
-            f"standard errors; 'less baseline' is paired by seed with {found['baseline']}, codec "
-            "off. Times are predicted: compute of the stages side by side, or the busiest link, "
-            f"whichever takes longer{target}."
+            f"Scores on the {found['split']} split: means over the seeds with standard errors; "
+            f"'less baseline' is paired by seed with {found['baseline']}, codec off. Times are "
+            "predicted: compute of the stages side by side, or the busiest link, whichever takes "
+            f"longer{target}."
         )
     lines += [f"Deviation: {text}" for text in found["deviations"]]
     failed = [(p["name"], len(p["failed"]), p["failed"][0]) for p in found["plans"] if p["failed"]]
@@ -207,7 +214,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
 def markdown(found: Mapping[str, Any]) -> str:
     """The document as Markdown."""
     heading, *rows = cells(found)
-    lines = [f"# {found['title']}", "", *[f"{note}\n" for note in notes(found)]]
+    lines = [f"# {found['title']}", "", *[f"* {note}" for note in notes(found)], ""]
     lines += [_row([_escaped(c) for c in heading]), "|" + "---|" * len(heading)]
     lines += [_row([f"`{row[0]}`", *map(_escaped, row[1:])]) for row in rows]
     return "\n".join(lines) + "\n"
