@@ -139,7 +139,7 @@ def test_the_table_tells_what_was_found_and_what_was_not_run() -> None:
     scores = "1.7000 ± 0.6000 | 2.2000 ± 0.6000 | +0.2000 ± 0.1000 | +0.7000 ± 0.1000"
     assert f"| `int4 / int8` | 2 | {scores} |" in text
     assert "| `bad` | 0 | the loss is not finite |" in text
-    assert "\n* Deviation: smaller\n\n|" in text
+    assert "\n* Deviation: smaller\n* bad: 1 of its runs broke off" in text
     empty = tables.markdown(tables.document(grid, {}, {}))
     assert empty.count("not run") == 3
 
