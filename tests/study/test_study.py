@@ -55,7 +55,9 @@ def test_a_study_runs_what_it_lacks_and_tells_it(
     words = [str(grid), "--out", str(out), "--jobs", "2"]
     assert arguments.run(words) == 0
     said = capsys.readouterr()
-    assert said.err.count("loss with codec off") == 4  # two plans at two rates; seed 0 is a trial
+    assert (
+        said.err.count("val loss with codec off") == 4
+    )  # two plans at two rates; seed 0 is a trial
     results = load(out)
     assert len(results) == 4
     assert {result["lr"] for result in results.values()} == {0.001, 0.01}
@@ -66,7 +68,7 @@ def test_a_study_runs_what_it_lacks_and_tells_it(
     def never(*_: Any) -> None:
         raise AssertionError("everything is there already")
 
-    monkeypatch.setattr(runner.Runner, "_start", never)
+    monkeypatch.setattr(runner.Runner, "_process", never)
     assert arguments.run([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     fp32, sparse = found["plans"]
@@ -74,6 +76,11 @@ def test_a_study_runs_what_it_lacks_and_tells_it(
     assert sparse["scores"]["off"] != sparse["scores"]["as-trained"]
     assert sparse["mbytes"] < fp32["mbytes"] / 3
     assert found["split"] == "val"
+
+    lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
+    (out / "results.jsonl").write_text("".join(lines[:-1]))  # stopped before it was scored
+    assert arguments.run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
 
 
 @pytest.mark.timeout(180)

@@ -40,10 +40,23 @@ class Stopped(Exception):
 
 @dataclass
 class _Running:
+    """``process``: None where an earlier study was stopped before it scored the run."""
+
     case: Case
     folder: Path
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | None
     stderr: IO[str]
+
+    @property
+    def ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended with all that a run leaves."""
+        return (self.process is None or self.process.returncode == 0) and (
+            self.folder / SUMMARY
+        ).exists()
 
 
 class Runner:
@@ -75,10 +88,11 @@ class Runner:
         total = len(waiting)
         try:
             while waiting or self._running:
-                for one in [r for r in self._running if r.process.poll() is not None]:
+                for one in [r for r in self._running if r.ended]:
                     self._running.remove(one)
                     result = self._result(one)
                     append(self._folder, result)
+                    self._clear(one)
                     done[one.case.key] = result
                     left = len(waiting) + len(self._running)
                     self._say(f"{total - left}/{total}  {_described(one.case, result)}")
@@ -90,13 +104,15 @@ class Runner:
         finally:
             self._end()
             for one in self._running:
-                one.process.wait()
+                if one.process is not None:
+                    one.process.wait()
         return done
 
     def _end(self) -> None:
         """Ask runs to stop where they are, once more to stop at once."""
         for one in self._running:
-            one.process.terminate()
+            if one.process is not None:
+                one.process.terminate()
 
     @contextlib.contextmanager
     def _heeding(self) -> Iterator[None]:
@@ -118,6 +134,8 @@ class Runner:
 
     def _start(self, case: Case) -> _Running:
         folder = self._folder / "runs" / case.key
+        if (folder / SUMMARY).exists():
+            return _Running(case, folder, None, _temporary())
         words = ["train", "--resume", str(folder)]
         if not (folder / "run.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,7 +147,7 @@ class Runner:
 
     def _process(self, words: Sequence[str]) -> tuple[subprocess.Popen[str], IO[str]]:
         command = [sys.executable, "-m", "thinwire", *words]
-        stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by _line
+        stderr = _temporary()
         process = subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,
@@ -143,16 +161,18 @@ class Runner:
     def _result(self, one: _Running) -> dict[str, Any]:
         """The result of a run that has ended."""
         line = _line(one.stderr)
-        if one.process.returncode != 0 or not (one.folder / SUMMARY).exists():
+        if not one.done:
             if any(word in line for word in _BROKEN):
                 return of_failure(one.case, line)
             raise ConfigError(f"{_name(one.case)}: {line}")
         summary = json.loads((one.folder / SUMMARY).read_text(encoding="utf-8"))
-        result = of_run(one.case, one.folder, summary, self._recalibrated(one, summary))
-        if not self._keep:
+        return of_run(one.case, one.folder, summary, self._recalibrated(one, summary))
+
+    def _clear(self, one: _Running) -> None:
+        """Once its result is kept, a run's checkpoints can go."""
+        if not self._keep and one.done:
             for checkpoints in one.folder.glob("rank-*"):
                 shutil.rmtree(checkpoints)
-        return result
 
     def _recalibrated(self, one: _Running, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The score with the codec off and statistics of batch normalization anew, where the model
@@ -175,6 +195,11 @@ class Runner:
         return [{**score, "codec": "off, recalibrated"} for score in scores]
 
 
+def _temporary() -> IO[str]:
+    """For what a process says; ``_line`` closes it."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8")
+
+
 def _environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -187,8 +212,14 @@ def _name(case: Case) -> str:
 def _described(case: Case, result: Result) -> str:
     if "failed" in result:
         return f"{_name(case)}: {result['failed']}"
-    parts = [f"{score['codec']} {score['loss']:.4f}" for score in result["scores"]]
-    return f"{_name(case)}: loss with codec {', '.join(parts)}"
+    measure = "accuracy" if "accuracy" in result["scores"][0] else "loss"
+    parts = [f"{score['codec']} {_shown(score[measure], measure)}" for score in result["scores"]]
+    split = result["scores"][0]["split"]
+    return f"{_name(case)}: {split} {measure} with codec {', '.join(parts)}"
+
+
+def _shown(value: float, measure: str) -> str:
+    return f"{value:.4f}" if measure == "loss" else f"{100 * value:.2f} %"
 
 
 def _line(stderr: IO[str]) -> str:
