@@ -86,7 +86,7 @@ class Kind(enum.IntEnum):
     SAME = 8  # the value is the reference, as far as the receiver could tell; no payload
     REPAIR = 9  # FIRST, since the two ends did not hold the same of these rows
     SECOND = 10  # CHANGE at the second visit, in a codec of its own
-    DENSE = 11  # FIRST or CHANGE as it is, before compression begins; becomes the reference
+    DENSE = 11  # a value as it is, before compression begins; what is remembered of it is exact
     RESIDUAL = 12  # what earlier values lacked, to be added to the VALUE of the same rows
 
 

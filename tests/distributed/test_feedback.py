@@ -23,6 +23,7 @@ class Found:
     losses: list[float]
     parameters: list[str]
     bits: list[float]
+    values: list[dict[str, int]]  # by kind, of each link
 
 
 def train(
@@ -69,8 +70,11 @@ def train(
             losses.append(result.loss)
             optimizer.step()
         optimizer.zero_grad()
-    bits = [link["bits_per_value"] for link in pipeline.link_reports()]
-    found = Found(losses, [parameter_hash(s.submod) for s in made], bits)
+    links = pipeline.link_reports()
+    bits = [link["bits_per_value"] for link in links]
+    kinds = [link["kinds"] for link in links if link["direction"] != "control"]
+    values = [{name: kind["values"] for name, kind in one.items()} for one in kinds]
+    found = Found(losses, [parameter_hash(s.submod) for s in made], bits, values)
     pipeline.close()
     return found
 
@@ -90,6 +94,15 @@ def test_in_one_process_it_is_the_same_to_the_bit(plan: tuple[str, str], pool: P
     assert apart[0].losses == apart[1].losses == together.losses
     assert [one.parameters[0] for one in apart] == together.parameters
     assert apart[0].bits == together.bits
+
+
+def test_what_was_lost_before_counts_as_no_further_values(pool: Pool) -> None:
+    raw, mixed = (
+        pool.run(train, (name, "raw"), world_size=2)[0].values
+        for name in ("raw", "efmixed(topk:0.2)")
+    )
+    assert [sum(kinds.values()) for kinds in mixed] == [sum(kinds.values()) for kinds in raw]
+    assert any("residual" in kinds for kinds in mixed)
 
 
 def test_by_slot_no_sample_ids_are_needed(pool: Pool) -> None:
@@ -114,7 +127,9 @@ def test_before_compression_it_is_the_uncompressed_run(plan: tuple[str, str], po
     assert [(one.losses, one.parameters) for one in warm] == [
         (one.losses, one.parameters) for one in exact
     ]
+    assert [list(kinds) for kinds in warm[0].values] == [["dense"], ["dense"]]
     part = pool.run(train, plan, dense=4, world_size=2)
+    assert all(kinds["dense"] == 2 * sum(kinds.values()) / 3 for kinds in part[0].values)
     assert part[0].losses[:5] != exact[0].losses[:5]
     assert part[0].losses[:4] == exact[0].losses[:4]
 

@@ -223,7 +223,10 @@ class LinkSender(Link):
         return sections
 
     def _values(self, section: Section, boundary: Boundary, microbatch: int) -> int:
-        """Tensor values that a section carries (padding left out)."""
+        """Tensor values that a section carries (padding left out); what was lost of values before
+        is none of them."""
+        if section.kind == Kind.RESIDUAL:
+            return 0
         if section.kind == Kind.ABSENT:
             return 0
         if not boundary.coded:

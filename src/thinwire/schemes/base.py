@@ -191,7 +191,7 @@ class Sender(End):
         """``x`` in a dense step, as one section; raises NonFiniteError."""
         check_finite(x, RAW, visit.valid)
         payload = RAW.encode(x, len(visit.lengths), visit.valid, out=out)
-        section = Section(Kind.VALUE, str(RAW), x.dtype, tuple(x.shape), payload)
+        section = Section(Kind.DENSE, str(RAW), x.dtype, tuple(x.shape), payload)
         self.note_support(RAW, section, microbatch, visit)
         self.sent = x if self.measuring else None
         return section

@@ -108,7 +108,8 @@ class _MaskSender(MaskEnd, Sender):
 class _MaskReceiver(MaskEnd, Receiver):
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         rows = len(visit.lengths)
-        shape = expect_sections(sections, (Kind.VALUE,), rows, "a masked value")
+        kind = Kind.DENSE if self._dense else Kind.VALUE
+        shape = expect_sections(sections, (kind,), rows, "a masked value")
         (section,) = sections
         coder, name = self._codec.values, self._name
         if self._dense:

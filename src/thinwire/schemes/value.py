@@ -131,7 +131,8 @@ class ValueReceiver(_ValueEnd, Receiver):
 
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         rows = len(visit.lengths)
-        shape = expect_sections(sections, (Kind.VALUE,), rows, "a value")
+        kind = Kind.DENSE if self.dense else Kind.VALUE
+        shape = expect_sections(sections, (kind,), rows, "a value")
         (section,) = sections
         coder, name = (RAW, str(RAW)) if self.dense else (self._codec, self._name)
         if section.codec != name:
