@@ -93,15 +93,18 @@ def test_statistics_are_those_of_what_the_layers_are_given(pool: Pool, tmp_path:
     options = [*IMAGES, "--data.path", idx_in(tmp_path), "--forward=topk:0.1", "--backward=int8"]
     (outcome,) = pool.run(run, options, folder, world_size=1)
     assert outcome.how == "complete", outcome
-    ((document, _),) = pool.run(scored, ["--samples=48"], folder, True, world_size=1)
+    ((document, shown),) = pool.run(scored, ["--samples=48"], folder, True, world_size=1)
     assert not isinstance(document, str), document
+    assert f"statistics with codec off: {folder}/statistics-off.safetensors" in shown
+    assert "another model" not in shown  # that is what they were estimated for
     found = load_file(Path(folder) / "statistics-off.safetensors")
     expected = pool.run(by_hand, folder, world_size=1)[0]
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.allclose(tensor, torch.tensor(expected[name]), rtol=1e-4, atol=1e-6), name
     words = ["--codec=off", f"--statistics={folder}/statistics-off.safetensors", "--split=test"]
-    ((again, _),) = pool.run(scored, words, folder, world_size=1)
+    ((again, shown),) = pool.run(scored, words, folder, world_size=1)
+    assert "test loss with codec off, statistics of" in shown
     words = ["--codec=off", "--recalibrate=48", "--split=test"]
     ((anew, _),) = pool.run(scored, words, folder, world_size=1)
     assert not isinstance(again, str)
@@ -156,6 +159,7 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(pool: Pool, tmp_path: Path
         ("--recalibrate=x",): "'x' is no number of samples",
         ("--statistics=nothing",): "can't read the statistics nothing",
         ("--statistics=a", "--recalibrate"): "are two ways to the same",
+        ("--codec=topk:0.2,mask=shared",): "only gradients take their mask from activations",
         ("--split=train",): "invalid choice: 'train'",
     }
     for words, why in cases.items():

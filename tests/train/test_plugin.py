@@ -19,8 +19,10 @@ from thinwire.cli import main
 from thinwire.train import check, data, spelling, worker
 from thinwire.train import config as configuration
 from thinwire.train.arguments import read_arguments, read_train
+from thinwire.train.asked import read_eval, read_recalibrate
 from thinwire.train.config import ConfigError
 from thinwire.train.inspection import describe
+from thinwire.train.spelling import to_toml
 
 
 @pytest.mark.timeout(100)
@@ -116,3 +118,15 @@ def test_where_the_file_is_says_nothing_of_what_was_trained(tmp_path: Path) -> N
     assert read_train(given)[0].plugin == ("here.py",)
     with pytest.raises(ConfigError, match=r"plugin /elsewhere/own\.py is not there"):
         read_train(given[:2])
+
+
+def test_a_run_is_evaluated_with_its_own_plugins_and_those_that_are_given(tmp_path: Path) -> None:
+    there, gone = written(tmp_path, SIGN), "/elsewhere/own.py"
+    made = configuration.build({"nproc": 2, "plugin": (str(there), gone)})
+    (tmp_path / "config.toml").write_text(to_toml(made))
+    with pytest.raises(ConfigError, match=r"plugin /elsewhere/own\.py is not there; name where"):
+        read_eval([str(tmp_path)])
+    words = ["--plugin", "moved.py", "--codec", "sign"]
+    assert read_eval([str(tmp_path), *words])[0].plugin == (str(there), "moved.py")
+    words = ["--plugin", f"elsewhere/{there.name}"]
+    assert read_recalibrate([str(tmp_path), *words])[0].plugin == (words[1],)

@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.train import config as configuration
 from thinwire.train import override, spelling
-from thinwire.train.config import Config, ConfigError
+from thinwire.train.config import PLUGIN_HELP, Config, ConfigError
 from thinwire.train.parser import Parser
 
 OFF, AS_TRAINED = "off", "as-trained"
@@ -100,6 +100,7 @@ def _parser(command: str, description: str) -> Parser:
     known = {entry.name: entry for entry in configuration.settings()}
     nproc = "processes to start, each with its stages (default: all stages in one)"
     parser.add_argument("--nproc", metavar="VALUE", help=nproc)
+    parser.add_argument("--plugin", action="append", metavar="FILE", help=PLUGIN_HELP)
     for name in _GIVEN:
         parser.add_argument(f"--{name}", dest=name, metavar="VALUE", help=known[name].help)
     return parser
@@ -107,11 +108,12 @@ def _parser(command: str, description: str) -> Parser:
 
 def _run_of(given: dict[str, Any]) -> tuple[Config, Path]:
     folder, as_json = Path(given.pop("run")), given.pop("json", False)
+    plugins = tuple(given.pop("plugin", ()))
     known = {entry.name: entry for entry in configuration.settings()}
     values = {
         name: spelling.from_text(known[name], text) for name, text in given.items() if name in known
     }
-    return override.evaluated(folder, {**values, "json": as_json}), folder
+    return override.evaluated(folder, {**values, "json": as_json, "plugin": plugins}), folder
 
 
 def _samples(text: str | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,8 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
             f"{typed(entry.of(before))}; "
             "begin a new run for that"
         )
-    for file in values.get("plugin", ()):
-        if "plugin" not in given and not Path(file).is_file():
-            raise ConfigError(
-                f"--resume {folder}: its plugin {file} is not there; name where it is with --plugin"
-            )
+    if "plugin" not in given:
+        _check_plugins(f"--resume {folder}", values.get("plugin", ()))
     for name in _outdated(values, given, world_size):
         values.pop(name, None)
     return configuration.build(values | given)
@@ -54,8 +51,16 @@ def resumed(folder: Path, given: dict[str, Any], world_size: int | None) -> Conf
 
 def evaluated(folder: Path, given: dict[str, Any]) -> Config:
     """The settings with which the run in ``folder`` is evaluated: all its stages in one process,
-    unless more are asked for. Raises ConfigError where it is no run's folder."""
+    unless more are asked for. Plugins that are given go beside those of the run that are still
+    there, or instead of one of the same file name. Raises ConfigError where it is no run's folder.
+    """
     values = _values(folder, "")
+    plugins, own = given.get("plugin", ()), values.get("plugin", ())
+    if plugins:
+        names = {Path(file).name for file in plugins}
+        own = [f for f in own if Path(f).is_file() and Path(f).name not in names]
+    _check_plugins(str(folder), own)
+    given = {**given, "plugin": (*own, *plugins)}
     apart = (given.get("nproc") or 1) > 1
     values |= {
         "link.transport": "gloo" if apart else "memory",
@@ -66,6 +71,15 @@ def evaluated(folder: Path, given: dict[str, Any]) -> Config:
     for name in ("pipeline.stages_per_rank", "threads"):
         values.pop(name, None)
     return configuration.build(values | given)
+
+
+def _check_plugins(where: str, files: Iterable[str]) -> None:
+    """Refuse a run whose plugins have moved."""
+    for file in files:
+        if not Path(file).is_file():
+            raise ConfigError(
+                f"{where}: its plugin {file} is not there; name where it is with --plugin"
+            )
 
 
 def _values(folder: Path, option: str) -> dict[str, Any]:

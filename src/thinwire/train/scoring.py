@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import thinwire as tw
+from thinwire.schemes import SharedMask
 from thinwire.train import check, report, statistics
 from thinwire.train.asked import AS_TRAINED, OFF, Asked
 from thinwire.train.build import Place, Run, build
@@ -51,11 +52,11 @@ def score(
         if samples is None:
             raise ConfigError(f"the data have no {asked.split} split; leave --split out")
         if asked.recalibrate:
-            _recalibrate(run, home, codec, asked)
+            _recalibrate(run, home, codec, asked, screen)
         one = evaluate(run, samples, codec=codec != OFF)
         run.pipeline.close()
         found.append({"codec": codec, "plan": plan.forward, **_numbers(one)})
-        what = ", statistics estimated anew" if asked.recalibrate else ""
+        what = _statistics_of(asked)
         _say(screen, f"{asked.split} loss with codec {_named(codec, plan)}{what}: {one}")
     document = {
         "run": str(home.folder),
@@ -72,7 +73,15 @@ def score(
 def warnings(trained: PlanConfig, asked: Asked) -> list[str]:
     """What there is to know of a plan that is a part of the model's function."""
     line = report.part_of_the_model(trained.forward)
-    return [line] if line is not None and OFF in asked.codecs else []
+    as_it_was = OFF in asked.codecs and not asked.recalibrate and asked.statistics is None
+    return [line] if line is not None and as_it_was else []
+
+
+def _statistics_of(asked: Asked) -> str:
+    """Which statistics of batch normalization a loss was found with, unless they are the run's."""
+    if asked.statistics is not None:
+        return f", statistics of {asked.statistics}"
+    return ", statistics estimated anew" if asked.recalibrate else ""
 
 
 def _plan(trained: PlanConfig, codec: str) -> PlanConfig:
@@ -80,6 +89,8 @@ def _plan(trained: PlanConfig, codec: str) -> PlanConfig:
     if codec == OFF or (codec == AS_TRAINED and trained.forward == "off"):
         return PlanConfig("raw", "raw")
     scheme = tw.scheme(trained.forward if codec == AS_TRAINED else codec)
+    if isinstance(scheme, SharedMask):
+        raise ConfigError(f"--codec {codec}: only gradients take their mask from activations")
     return PlanConfig(str(scheme.stateless()), "raw")
 
 
@@ -98,7 +109,7 @@ def _load(run: Run, choice: Choice, asked: Asked) -> None:
             raise ConfigError(f"can't read the statistics {path}: {error}") from None
 
 
-def _recalibrate(run: Run, home: Home, codec: str, asked: Asked) -> None:
+def _recalibrate(run: Run, home: Home, codec: str, asked: Asked, screen: Console) -> None:
     if not statistics.gathered(run):
         raise ConfigError("the model keeps no running statistics: there is nothing to recalibrate")
     statistics.estimate(run, codec != OFF, asked.recalibrate)
@@ -107,6 +118,7 @@ def _recalibrate(run: Run, home: Home, codec: str, asked: Asked) -> None:
         if run.place.rank == 0:
             name = STATISTICS.format("".join(c if c.isalnum() else "-" for c in codec))
             save_file(found, home.folder / name)
+            _say(screen, f"statistics with codec {codec}: {home.folder / name}")
 
 
 def _numbers(one: Evaluation) -> dict[str, float]:
