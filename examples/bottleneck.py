@@ -4,7 +4,8 @@
 
 They are parts of the stages, so nothing has to be told about them: what crosses the link is what
 the encoder gives, here a quarter of the residual stream, coded as any other tensor is. All stages
-run in this process, over real schemes and frames; the same code runs in several.
+run in this process, over real schemes and frames; start it without torchrun. examples/finetune.py
+has a process for each stage, and its stages may have such ends too.
 """
 
 import argparse

@@ -189,12 +189,15 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
     return add
 
 
+_BASES = {"codec": "tw.Codec or tw.TensorCodec", "scheme": "tw.Scheme"}
+
+
 def _check_class(cls: Any, kind: Kind) -> None:
     """Raise ValueError for what cannot be named in spec strings."""
     parameters = vars(cls).get("__dataclass_params__")
     if not issubclass(cls, Named) or parameters is None or not parameters.frozen:
         raise ValueError(
-            f"{cls.__name__} must be a frozen dataclass derived from tw.{kind.capitalize()}: write "
+            f"{cls.__name__} must be a frozen dataclass derived from {_BASES[kind]}: write "
             "@dataclasses.dataclass(frozen=True) between @tw.register… and class"
         )
     for name in dir(cls):
@@ -300,7 +303,9 @@ class _Reader:
         name = self.word("a codec or scheme name")
         entry = _REGISTRY.get(name)
         if entry is None:
-            raise self.error(f"unknown codec or scheme {name!r}{nearest(name, _REGISTRY)}")
+            close = nearest(name, _REGISTRY)
+            own = "" if close.startswith("; did") else "; the command finds others by --plugin FILE"
+            raise self.error(f"unknown codec or scheme {name!r}{close}{own}")
         values: dict[str, Any] = {}
         takes_specs = entry.takes_specs
         if self.take(":"):

@@ -156,6 +156,14 @@ class WrongScales(Right):
         return finite
 
 
+class WrongDirection(Right):
+    """Turns every sign round."""
+
+    def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
+        y = super()._decode_rows(payload, n, dtype)
+        return None if y is None else -y
+
+
 class WrongConstant(Right):
     """Divides by the range of a row."""
 
@@ -207,6 +215,14 @@ class WrongRows(WithByte):
 
     def byte(self, x: Tensor, seeds: Tensor) -> int:
         return len(x)
+
+
+class WrongTogether(Right):
+    """Gives each row what the first has, where rows decode together."""
+
+    def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
+        y = super()._decode_rows(payload, n, dtype)
+        return None if y is None else y + (y - y[:1]) * 1e-3
 
 
 class WrongLengths(Right):
@@ -337,10 +353,12 @@ WRONG: dict[type[Right], tuple[str, str, str]] = {
     WrongPayloads: ("payloads", "float32 (1, 1), its payload of bytes 0", "KeyError: 0"),
     WrongForEver: ("payloads", "", "it still ran after 0.5 s"),
     WrongScales: ("scales", "float32 (2, 64) times 2^18", "values that are not finite"),
+    WrongDirection: ("direction", "float32 (4, 300)", "their inner product is -"),
     WrongConstant: ("constant", "float32 (2, 2) of 0", "values that are not finite"),
     WrongPack: ("pack", "float32 (1,)", "other values than decode's"),
     WrongAlias: ("alias", "float32 (1, 8)", "the values change with the payload"),
     WrongRows: ("rows", "float32 (2, 1)", "byte 4 is another one alone"),
+    WrongTogether: ("rows", "float32 (2, 1)", "row 1 decodes to other values than alone"),
     WrongLengths: ("lengths", "float32 (2, 1), lengths [0, 1]", "row 0 has values beyond its"),
     WrongSizes: ("sizes", "2 values of torch.float32", "8 by most_row_nbytes, but 12"),
     WrongStrides: ("strides", "float32 (2, 6, 5, 4), transposed", "other bytes than"),

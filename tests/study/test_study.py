@@ -63,7 +63,9 @@ def test_a_study_runs_what_it_lacks_and_tells_it(
     assert {result["lr"] for result in results.values()} == {0.001, 0.01}
     assert not list(out.glob("runs/*/rank-*"))  # checkpoints go, what was found stays
     assert "| `fp32` | 0.01 | 1 |" in said.out
-    assert {path.name for path in out.iterdir()} >= {"study.json", "study.md", "study.tex"}
+    assert {path.name for path in out.iterdir()} >= {
+        *("study.json", "study.md", "study.tex", "study.png")
+    }
 
     def never(*_: Any) -> None:
         raise AssertionError("everything is there already")

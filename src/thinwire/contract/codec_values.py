@@ -181,6 +181,15 @@ def scales(codec: Codec) -> str | None:
     return "; ".join(notes) or None
 
 
+@requirement("direction", "decoded values do not point away from what was encoded")
+def direction(codec: Codec) -> str | None:
+    x = normal(4, 300)
+    with on(told(x)):
+        inner = float((x * round_trip(codec, x)).sum())
+        need(inner >= 0, f"their inner product is {inner:.3g}: is the sign turned round?")
+    return None
+
+
 @requirement("constant", "rows of equal values come back finite")
 def constant(codec: Codec) -> str | None:
     notes: dict[float, str] = {}
@@ -249,6 +258,7 @@ REQUIREMENTS = (
     nonfinite,
     payloads,
     scales,
+    direction,
     constant,
     pack,
     alias,
