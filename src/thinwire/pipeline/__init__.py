@@ -7,9 +7,10 @@ from thinwire.pipeline.engine import (
     stages_of_rank,
 )
 from thinwire.pipeline.loss import ClassLoss, TokenLoss
-from thinwire.pipeline.pipeline import EvalResult, Pipeline, StepResult
+from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.plan import OFF, Plan, default_forward
 from thinwire.pipeline.remembered import Storage
+from thinwire.pipeline.result import EvalResult, StepResult
 from thinwire.pipeline.stage import PipelineStage
 
 __all__ = [

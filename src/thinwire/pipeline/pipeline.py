@@ -14,9 +14,8 @@ A rank that fails tells the others why before it raises; they raise PeerAborted 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +30,19 @@ from thinwire.network import GlooTransport, Transport
 from thinwire.pipeline import engine, reports
 from thinwire.pipeline import state as link_state
 from thinwire.pipeline.agreement import Agreement, Limits, check_deadline, check_numbers
-from thinwire.pipeline.assembly import Connector, Setup, Tie, compare, group_ranks, rank_names
+from thinwire.pipeline.assembly import Connector, Setup, compare, group_ranks, rank_names
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures, reason_of
 from thinwire.pipeline.frozen import Frozen
+from thinwire.pipeline.gradients import Gradients
 from thinwire.pipeline.loss import ClassLoss, TokenLoss
 from thinwire.pipeline.plan import Plan, Schemes
 from thinwire.pipeline.remembered import Remembered, Storage
 from thinwire.pipeline.request import Request
+from thinwire.pipeline.result import EvalResult, StepResult
 from thinwire.pipeline.stage import PipelineStage
 
 _DRAIN_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What every rank knows after a step: loss, valid tokens (0 without TokenLoss), global norm.
-
-    ``stop``: some rank was asked to stop (``Pipeline.ask_to_stop``) before this step ended.
-    ``overflow``: with a ``loss_scale`` the gradient was not finite, and has been left out.
-    """
-
-    loss: float
-    tokens: int
-    grad_norm: float
-    stop: bool = False
-    overflow: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalResult:
-    """Sum of the loss over valid tokens, and their number; equal on all ranks.
-
-    Under another loss than TokenLoss: its mean over micro-batches, and 0. ``correct``: the right
-    predictions among them, under a ClassLoss.
-    """
-
-    loss_sum: float
-    tokens: int
-    correct: int | None = None
-
-    @property
-    def loss(self) -> float:
-        """Mean loss a token."""
-        return self.loss_sum / max(self.tokens, 1)
 
 
 class Pipeline:
@@ -135,6 +103,7 @@ class Pipeline:
         self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
         self._control.allow_rows(rows, 2 * sum(self._setup.outputs))
+        self._gradients = Gradients(self.stages, self._setup.ties, self._control, self.rank)
         self._schemes = Schemes(self.plan, first.num_stages - 1)
         self._frozen = self._find_frozen(rank_of, skip_frozen)
         connector = Connector(
@@ -264,18 +233,9 @@ class Pipeline:
         with self._failures.shared():
             if self._schemes.remembers:
                 self._remembered.acquire(plan, self._control.gather_result)
-            # of earlier steps: what is tied is summed over the owners already, none is scaled
-            apart = [tie.parameter for tie in self._setup.ties]
-            if loss_scale is not None:
-                apart = list(self._parameters())
-            earlier = [(parameter, parameter.grad) for parameter in apart]
-            for parameter in apart:
-                parameter.grad = None
+            earlier = self._gradients.set_apart(loss_scale is not None)
             losses = self._run(plan, inputs, target)
-            for tie in self._setup.ties:
-                self._sum_tied(tie)
-            for parameter, before in earlier:
-                _accumulate(parameter, before, loss_scale or 1.0)
+            self._gradients.gather(earlier, loss_scale or 1.0)
             result = self._finish(plan, self._total(losses), self._tokens(target))
             if result.overflow:
                 for parameter, before in earlier:
@@ -351,14 +311,6 @@ class Pipeline:
         if plan.train and self._schemes.remembers:
             self._remembered.fetch(plan)
 
-    def _sum_tied(self, tie: Tie) -> None:
-        parameter = tie.parameter
-        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        total: Tensor | None = None
-        for part in self._control.exchange_tensor(grad, tie.owners, tie.slot):
-            total = part.clone() if total is None else total + part
-        parameter.grad = total
-
     def _finish(self, plan: StepPlan, loss: float, tokens: int) -> StepResult:
         """Exchange losses and norms, clip, and check that the gradient is finite."""
         flagged = [(e.outgoing.place.edge, e.outgoing.flagged) for e in self._ends]
@@ -366,7 +318,15 @@ class Pipeline:
         worst = max((f for f in flagged if f[1]), default=(-1, ""))
         held = self._remembered.report(plan) if self._schemes.remembers else None
         stop = int(self._asked_to_stop)
-        told = [loss, tokens, self._square_norm(), worst, stop, held, self._frozen.report()]
+        told = [
+            loss,
+            tokens,
+            self._gradients.square_norm(),
+            worst,
+            stop,
+            held,
+            self._frozen.report(),
+        ]
         self._have_patience()
         found = self._control.gather_result(told)
         self._frozen.conclude(f[6] for f in found)
@@ -386,12 +346,7 @@ class Pipeline:
             )
         for end in self._ends:
             end.outgoing.end_step()
-        if self.max_grad_norm is not None:
-            scale = self.max_grad_norm / (norm + 1e-6)
-            if scale < 1.0:
-                for parameter in self._parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(scale)
+        self._gradients.clip(norm, self.max_grad_norm)
         return StepResult(loss, tokens, norm, stopped)
 
     def _have_patience(self) -> None:
@@ -407,22 +362,6 @@ class Pipeline:
         self._control.deadline = self.deadline
         for end in self._ends:
             end.incoming.deadline = self.deadline
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """Each parameter of this rank once, also where two of its stages share it."""
-        found = {id(p): p for stage in self.stages for p in stage.submod.parameters()}
-        yield from found.values()
-
-    def _square_norm(self) -> float:
-        """Sum of squares of this rank's gradients in float64; a tied one counts at one owner."""
-        ties = self._setup.ties
-        counted_elsewhere = {id(t.parameter) for t in ties if t.owners[0] != self.rank}
-        total = 0.0
-        for parameter in self._parameters():
-            if parameter.grad is not None and id(parameter) not in counted_elsewhere:
-                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-                total += float(norm) ** 2
-        return total
 
     # Stopping, and going on.
 
@@ -533,11 +472,3 @@ class Pipeline:
         self._failures.reason = self._failures.reason or "it was closed"
         self._remembered.close()
         self.transport.close()
-
-
-def _accumulate(parameter: nn.Parameter, before: Tensor | None, scale: float) -> None:
-    """Add a parameter's gradient, divided by ``scale``, to that of earlier steps."""
-    if parameter.grad is not None and scale != 1.0:
-        parameter.grad.div_(scale)
-    if before is not None:
-        parameter.grad = before if parameter.grad is None else before + parameter.grad
