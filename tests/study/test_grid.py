@@ -178,7 +178,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -
         ("images", 28, 46),
         ("quantization", 12, 36),
         ("topk", 11, 21),
-        ("feedback", 13, 23),
+        ("feedback", 17, 27),
         ("resnet18", 34, 102),
         ("gpt2", 23, 69),
     ],
