@@ -1,9 +1,9 @@
 """Where the energy of a gradient lies that TopK thins out: at values that went forward, or not?
 
-Trains the embedded default in four stages on TopK's activations for some steps, with the gradients'
-positions their own or those of the activations, and prints for each cut which share of the
-gradient's energy lies at values that were not sent, which share of the tokens has no value left at
-all, and what those alone hold. One process; the mask is applied as the codec would.
+Trains the embedded default in four stages on TopK's activations for some steps: with the gradients'
+positions their own, or those of the activations, of each sample, as the codec has it, or of each
+token. Prints for each cut which share of the gradient's energy lies at values that were not sent,
+which share of the tokens has no value left at all, and what those alone hold. One process.
 
     python -m benchmarks.studies.masks --share 0.1 --steps 81
 """
@@ -34,12 +34,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=81)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for shared in (False, True):
-        print("positions of the activations" if shared else "positions of its own")
-        _train(given.share, given.steps, shared)
+    for by_token in (False, True):
+        for shared in (False, True):
+            whose = "those of the activations" if shared else "their own"
+            print(f"by {'token' if by_token else 'sample'}, positions of gradients {whose}")
+            _train(given.share, given.steps, shared, by_token)
 
 
-def _train(share: float, steps: int, shared: bool) -> None:
+def _train(share: float, steps: int, shared: bool, by_token: bool) -> None:
     config = check.resolved(read_arguments(["--pipeline.stages=4", "--link.transport=memory"]))
     task = task_of(config)
     data = task.load(config)
@@ -54,7 +56,10 @@ def _train(share: float, steps: int, shared: bool) -> None:
         found: list[Found] = []
         x = batch.inputs
         for stage in stages[:-1]:
-            x = _Thinned.apply(stage(x), share, shared, found)
+            x = stage(x)
+            shape = x.shape
+            rows = x.flatten(0, 1) if by_token else x
+            x = _Thinned.apply(rows, share, shared, found).view(shape)
         loss = functional.cross_entropy(
             stages[-1](x).flatten(0, 1), batch.target.flatten(), ignore_index=IGNORED
         )
