@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         default_forward,
         stages_of_rank,
     )
+    from thinwire.predict import Source, register_source
     from thinwire.schemes import (
         Receiver,
         Scheme,
@@ -71,6 +72,7 @@ _HOMES = {
         "default_forward",
         "stages_of_rank",
     ),
+    "thinwire.predict": ("Source", "register_source"),
     "thinwire.schemes": (
         "Receiver",
         "Scheme",
@@ -127,6 +129,7 @@ __all__ = [
     "Scheme",
     "Section",
     "Sender",
+    "Source",
     "SpecError",
     "StepResult",
     "Storage",
@@ -142,6 +145,7 @@ __all__ = [
     "parse",
     "register_codec",
     "register_scheme",
+    "register_source",
     "scheme",
     "stages_of_rank",
     "unpack",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +49,14 @@ class MicroBatch:
     """What both ends know of one micro-batch: its rows, their samples and valid positions.
 
     ``known``: all its rows have the inputs that they had at their samples' last visits.
+    ``context``: what else this rank was given of its rows, by name.
     """
 
     rows: int
     keys: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     known: bool = False
+    context: Mapping[str, Tensor] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,11 @@ class StepPlan:
     loss_scale: float | None = None
     dense: bool = False
     measure: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Valid positions of all rows; rows, where their lengths are not known."""
+        return sum(mb.rows if mb.lengths is None else sum(mb.lengths) for mb in self.microbatches)
 
     @property
     def keys(self) -> tuple[int, ...]:

@@ -88,6 +88,7 @@ class Kind(enum.IntEnum):
     SECOND = 10  # CHANGE at the second visit, in a codec of its own
     DENSE = 11  # a value as it is, before compression begins; what is remembered of it is exact
     RESIDUAL = 12  # what earlier values lacked, to be added to the VALUE of the same rows
+    PREDICTED = 13  # a value less what both ends expect of it
 
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)

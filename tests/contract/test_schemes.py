@@ -31,6 +31,7 @@ BUILT_IN = [
     "efmixed(topk:0.2/tile)",
     "ef21(topk:0.1)",
     "ef21(int4,key=slot,ref=bf16)",
+    "predicted(int4,by=position+mean)",
 ]
 
 

@@ -62,6 +62,8 @@ CASES = {
     "by slot": (2, "--forward=ef21(topk:0.2,key=slot) --backward=efmixed(topk:0.2,key=slot)"),
     "warm start": (2, "--forward=ef21(topk:0.3) --backward=ef(topk:0.2) --plan.dense_steps=5"),
     "shared mask": (2, "--forward=ef(topk:0.3) --backward=topk:0.3/bf16,mask=shared"),
+    "predicted": (2, "--forward=predicted(int3,by=token+previous) --backward=predicted(int4)"),
+    "predicted, four ranks": (4, "--forward=predicted(int2,by=token) --backward=predicted(int2)"),
     "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }
 
@@ -85,6 +87,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert {one.how for one in found} == {"complete"}, found[0]
     assert "goes on after step 6" in found[0].shown
     assert "dropped" not in found[0].shown
+    assert "anew" not in found[0].shown
     assert_equal_runs(Path(whole), Path(cut))
     if "frozen" in case:
         summary = json.loads((Path(cut) / "summary.json").read_text())

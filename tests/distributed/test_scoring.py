@@ -213,9 +213,18 @@ def test_compression_begins_when_it_is_told_and_what_it_loses_is_noted(
             assert link["direction"] in ("forward", "backward")
 
 
-def test_all_stages_in_one_process_are_the_same_run(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("--forward=ef(topk:0.3)",),
+        ("--forward=predicted(int2,by=token+previous)", "--backward=predicted(int2)"),
+    ],
+)
+def test_all_stages_in_one_process_are_the_same_run(
+    plan: tuple[str, ...], pool: Pool, tmp_path: Path
+) -> None:
     apart, together = tmp_path / "apart", tmp_path / "together"
-    options = [*TINY, "--data.path", text_in(tmp_path), "--forward=ef(topk:0.3)"]
+    options = [*TINY, "--data.path", text_in(tmp_path), *plan]
     pool.run(run, options, str(apart), world_size=2)
     words = [*options, "--parallel.inprocess", "--pipeline.stages=2"]
     pool.run(run, words, str(together), world_size=1)

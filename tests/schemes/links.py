@@ -67,6 +67,7 @@ class Link:
         y = self.move(x, 0, there)
         if counts:
             self.sender.end_step()
+            self.receiver.end_step()
         return y
 
     def evaluate(self, x: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class Ends:
     def end(self) -> None:
         """The step counts."""
         self.sender.end_step()
+        self.receiver.end_step()
 
     def send(self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None) -> Frame:
         """The message of a copy of ``x``."""

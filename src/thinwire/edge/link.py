@@ -121,6 +121,11 @@ class Link(ABC):
                     if self.device.type == "cpu":
                         self._foresee(state, visits, shapes, boundary.dtype)
 
+    def end_step(self) -> None:
+        """The step counts, on all ranks."""
+        for state in self.states.values():
+            state.end_step()
+
     def _at_rest(self, state: Sender | Receiver) -> frozenset[int]:
         """The micro-batches for which the stages before this link would compute what both ends
         remember."""
@@ -166,7 +171,18 @@ class Link(ABC):
             keys: Sequence[Any] = mb.keys or [f"{microbatch}.{row}" for row in range(mb.rows)]
             drawn = [_seed(self.plan, self.place, boundary.index, key) for key in keys]
             seeds = torch.tensor(drawn, dtype=torch.int64)
-        return Visit(self._keys(microbatch), lengths, seeds, padded)
+        return Visit(
+            self._keys(microbatch), lengths, seeds, padded, mb.context, self._scale_of(shape)
+        )
+
+    def _scale_of(self, shape: tuple[int, ...]) -> float:
+        """By what the step multiplies values: gradients are those of a mean over positions."""
+        plan = self.plan
+        if self.place.direction == Direction.FORWARD:
+            return 1.0
+        whole = plan.microbatches[0].lengths is None and len(shape) == 3
+        positions = plan.positions * (shape[1] if whole else 1)
+        return (plan.loss_scale or 1.0) / max(positions, 1)
 
     def _keys(self, microbatch: int) -> tuple[int, ...] | None:
         """What tells the rows of a micro-batch apart: sample ids, or places in the batch."""

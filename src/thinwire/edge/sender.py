@@ -235,11 +235,6 @@ class LinkSender(Link):
         rows = section.rows
         return visit.values if rows is None else sum([visit.lengths[r] for r in rows])
 
-    def end_step(self) -> None:
-        """The step counts, on all ranks."""
-        for state in self.states.values():
-            state.end_step()
-
     def abort(self, kind: str, why: str) -> None:
         """Tell the receiver, on every message that it still expects, that none will come."""
         section = frame.abort_section(kind, why)

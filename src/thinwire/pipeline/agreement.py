@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from thinwire.edge import EdgeEnd
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures
 from thinwire.pipeline.frozen import Frozen
-from thinwire.pipeline.request import Request, input_error, keys_of
+from thinwire.pipeline.request import Request, context_digests, context_error, input_error, keys_of
 from thinwire.pipeline.stage import PipelineStage
 
 _LONGEST_DEADLINE = 7 * 86400
@@ -27,6 +27,7 @@ class Limits:
 
     ``rows``: of a micro-batch at most. ``fixed``: an edge is left to torch's operations, which take
     the declared shape only. ``schemes``: those of the plan, as errors name them.
+    ``takes``: what they need of a context.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Limits:
     needs_keys: bool
     has_loss: bool
     schemes: str
+    takes: frozenset[str] = frozenset()
 
 
 def check_deadline(seconds: float) -> None:
@@ -105,7 +107,14 @@ class Agreement:
                 raise ValueError(mine)
             self._mode = announced["train"]
         limits = self._limits
-        plan = step_plan(announced, self.step, limits.microbatches, limits.seed, self._frozen.count)
+        plan = step_plan(
+            announced,
+            self.step,
+            limits.microbatches,
+            limits.seed,
+            self._frozen.count,
+            request.context if request.train else None,
+        )
         if mine:
             with self._failures.shared():
                 for end in self._ends:
@@ -122,6 +131,9 @@ class Agreement:
             )
             if error is None and request.train and request.sample_ids is None and limits.needs_keys:
                 error = f"plan {limits.schemes} needs sample_ids"
+            missing = sorted(limits.takes - set(request.context or ()))
+            if error is None and request.train and missing:
+                error = f"plan {limits.schemes} needs context with {', '.join(missing)}"
             if error is not None:
                 return {"error": error}
             return header(request, self._known(first, request))
@@ -155,6 +167,13 @@ class Agreement:
         for name, given in (("dense", request.dense), ("measure", request.measure)):
             if bool(given) != header[name]:
                 return f"rank {self._rank} was given another {name} than the first stage's rank"
+        if request.train and header["context"]:
+            wrong = context_error(request.context, header["rows"])
+            if wrong is not None or request.context is None:
+                what = wrong or "without context"
+                return f"rank {self._rank}: {what}; all ranks need that of the first stage's rank"
+            if context_digests(request.context) != header["context"]:
+                return f"rank {self._rank} was given another context than the first stage's rank"
         if request.train and not torch.is_grad_enabled():
             return f"rank {self._rank} has gradients switched off; use eval, or enable them"
         if self._last is not None and self._limits.has_loss:
@@ -188,18 +207,24 @@ def header(request: Request, known: str | None) -> dict[str, Any]:
         "loss_scale": request.loss_scale,
         "dense": bool(request.dense),
         "measure": bool(request.measure),
+        "context": context_digests(request.context) if request.train else {},
     }
 
 
 def step_plan(
-    header: dict[str, Any], step: int, n_microbatches: int, seed: int, frozen: int = 0
+    header: dict[str, Any],
+    step: int,
+    n_microbatches: int,
+    seed: int,
+    frozen: int = 0,
+    context: Mapping[str, Tensor] | None = None,
 ) -> StepPlan:
     """The plan that follows from a header."""
     ids, lengths, known = header["ids"], header["lengths"], header["known"]
     return StepPlan(
         step,
         header["train"],
-        split_rows(header["rows"], ids, lengths, n_microbatches, known),
+        split_rows(header["rows"], ids, lengths, n_microbatches, known, context),
         header["seq_len"],
         header["codec"],
         seed,
@@ -217,6 +242,7 @@ def split_rows(
     lengths: list[int] | None,
     n_microbatches: int,
     known: str | None = None,
+    context: Mapping[str, Tensor] | None = None,
 ) -> tuple[MicroBatch, ...]:
     """The micro-batches into which torch cuts a batch (as ``torch.tensor_split`` does)."""
     base, extra = divmod(rows, n_microbatches)
@@ -230,6 +256,7 @@ def split_rows(
                 None if ids is None else tuple(ids[cut]),
                 None if lengths is None else tuple(lengths[cut]),
                 known is not None and "0" not in known[cut],
+                {name: tensor[cut] for name, tensor in (context or {}).items()},
             )
         )
         at += size

@@ -35,6 +35,8 @@ from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures, reason_of
 from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.gradients import Gradients
+from thinwire.pipeline.learned import Learned
+from thinwire.pipeline.learned import lines as learned_lines
 from thinwire.pipeline.loss import ClassLoss, TokenLoss
 from thinwire.pipeline.plan import Plan, Schemes
 from thinwire.pipeline.remembered import Remembered, Storage
@@ -117,6 +119,7 @@ class Pipeline:
         self._remembered = Remembered(
             self._ends, references or Storage(), rows, self.timers, self._schemes.agrees
         )
+        self._learned = Learned(self._ends)
         if self.rank == 0:
             self._schemes.warn()
         if self._schemes.remembers:
@@ -141,6 +144,7 @@ class Pipeline:
             needs_keys=self._schemes.needs_keys,
             has_loss=self._loss is not None,
             schemes=f"{self.plan.forward} / {self.plan.backward}",
+            takes=self._schemes.takes,
         )
         return Agreement(
             self.stages, self._control, self._failures, self._ends, self._frozen, limits
@@ -184,6 +188,11 @@ class Pipeline:
             self.transport.drain(_DRAIN_SECONDS)
             raise
 
+    @property
+    def takes(self) -> frozenset[str]:
+        """What a training step needs of a context."""
+        return self._schemes.takes
+
     # Steps.
 
     def step(
@@ -196,6 +205,7 @@ class Pipeline:
         loss_scale: float | None = None,
         dense: bool = False,
         measure: bool = False,
+        context: Mapping[str, Tensor] | None = None,
     ) -> StepResult:
         """Forward and backward of one batch over all micro-batches; gradients are left in place.
 
@@ -211,6 +221,8 @@ class Pipeline:
         ``dense``, the same on all ranks, values travel as they are, and links remember of them what
         they would had their codecs lost nothing: a warm start, before compression begins. With
         ``measure``, as well, senders find out what coding loses: see ``fidelity_reports``.
+        context, the same on all ranks, is what both ends of a link may predict by: int64 [rows] or
+        [rows, positions] by name, as ``token`` and ``target`` (see docs/prediction.md).
 
         Raises ValueError on all ranks, with nothing sent, if the inputs do not fit; NonFiniteError
         if an activation, or without loss_scale the gradient, is not finite (no parameter has been
@@ -227,6 +239,7 @@ class Pipeline:
             loss_scale,
             dense=dense,
             measure=measure,
+            context=context,
         )
         plan = self._agreement.plan(request)
         self._frozen.accept()
@@ -318,18 +331,13 @@ class Pipeline:
         worst = max((f for f in flagged if f[1]), default=(-1, ""))
         held = self._remembered.report(plan) if self._schemes.remembers else None
         stop = int(self._asked_to_stop)
-        told = [
-            loss,
-            tokens,
-            self._gradients.square_norm(),
-            worst,
-            stop,
-            held,
-            self._frozen.report(),
-        ]
+        square = self._gradients.square_norm()
+        told = [loss, tokens, square, worst, stop, held, self._frozen.report()]
+        told.append(self._learned.report())
         self._have_patience()
         found = self._control.gather_result(told)
         self._frozen.conclude(f[6] for f in found)
+        learned = [f[7] for f in found]
         if self._schemes.remembers:
             reports = [f[5] for f in found]
             self._remembered.conclude(plan, reports, self._control.gather_result)
@@ -346,6 +354,8 @@ class Pipeline:
             )
         for end in self._ends:
             end.outgoing.end_step()
+            end.incoming.end_step()
+        self._learned.conclude(learned)
         self._gradients.clip(norm, self.max_grad_norm)
         return StepResult(loss, tokens, norm, stopped)
 
@@ -383,6 +393,7 @@ class Pipeline:
             "references": (
                 link_state.save_references(self._remembered, folder) if references else []
             ),
+            "learned": self._learned.save(folder),
             "frozen": link_state.save_frozen(self._frozen, folder),
         }
 
@@ -402,14 +413,19 @@ class Pipeline:
                 self._remembered, Path(folder), saved["references"]
             )
             anew = link_state.load_frozen(self._frozen, Path(folder), saved["frozen"])
-            found = self._control.gather_setup([without, anew, saved["frozen"]["broken"]])
-            self._frozen.conclude(-1 if broken is None else broken for *_, broken in found)
+            forgot = self._learned.load(Path(folder), saved["learned"])
+            mine = [without, anew, saved["frozen"]["broken"], forgot, self._learned.digests()]
+            found = self._control.gather_setup(mine)
+            self._frozen.conclude(-1 if one[2] is None else one[2] for one in found)
             lines = link_state.without_references(
                 {k: v for one, *_ in found for k, v in one.items()}
             )
             lines += [
-                f"samples run through frozen stages once more ({w})" for _, w, _ in found if w
+                f"samples run through frozen stages once more ({one[1]})" for one in found if one[1]
             ]
+            lines += learned_lines(one[3] for one in found)
+            if not self._learned.conclude(one[4] for one in found):
+                lines.append("what links expect differs at their two ends: it is learned anew")
             if not self._remembered.compare(self._control.gather_setup):
                 lines.append("references that differ at the two ends of a link are dropped")
             self.transport.flush(self.deadline)

@@ -86,6 +86,11 @@ class Schemes:
         return any(one.needs_keys for one in self._all)
 
     @property
+    def takes(self) -> frozenset[str]:
+        """What steps need of a context."""
+        return frozenset().union(*[one.takes for one in self._all])
+
+    @property
     def remembers(self) -> bool:
         """Whether any end of a link remembers rows."""
         return any(one.keyed is not None for one in self._all)

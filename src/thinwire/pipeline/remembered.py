@@ -120,7 +120,7 @@ class Remembered:
         """Every store: where it stands, as JSON values, its link, and it."""
         for _, link in self.ends:
             for index, store in link.stores.items():
-                yield _place(link, index), link, store
+                yield place_of(link, index), link, store
 
     @functools.cached_property
     def stores(self) -> list[tuple[str, ReferenceStore]]:
@@ -194,7 +194,7 @@ class Remembered:
             ram = _part(self.storage.ram, link.reference_bytes, total)
             disk = _part(self.storage.disk, link.reference_bytes, total)
             for index, store in link.stores.items():
-                file = rows_of(_place(link, index))
+                file = rows_of(place_of(link, index))
                 share = None if ram is None else ram // len(link.stores)
                 limit = None if disk is None else disk // len(link.stores)
                 files = SlotFiles(folder, file, limit)
@@ -259,7 +259,7 @@ class Remembered:
 
     def conclude(self, plan: StepPlan, reports: list[list[Any]], gather: Gather) -> None:
         """All ranks' reports are there: repair what differs."""
-        unlike = _unlike([whole for _, whole in reports if whole])
+        unlike = unequal([whole for _, whole in reports if whole])
         if unlike:
             self._repair_parts(unlike, gather)
             reports = gather([self.standing(plan.next_keys), None])
@@ -269,12 +269,12 @@ class Remembered:
         """Compare everything that all ends hold, and drop what differs; whether all was equal."""
         # the clocks beside the references decide who leaves next
         found = gather([self._digests(), self._said(lambda link, store: f"{store.clock}")])
-        apart = _unlike(clocks for _, clocks in found)
+        apart = unequal(clocks for _, clocks in found)
         for name, link in self.ends:
             if name in apart:
                 for store in link.stores.values():
                     store.clear()
-        unlike = _unlike(digests for digests, _ in found)
+        unlike = unequal(digests for digests, _ in found)
         if unlike - apart:
             self._repair_parts(unlike - apart, gather)
         self._agreed = None
@@ -283,7 +283,7 @@ class Remembered:
     def _agree(
         self, keys: tuple[int, ...] | None, reports: list[list[Any]], gather: Gather
     ) -> None:
-        unlike = _unlike([standing for standing, _ in reports])
+        unlike = unequal([standing for standing, _ in reports])
         if unlike and keys is not None:
             self._repair_keys(keys, unlike, gather)
         self._agreed = keys
@@ -377,7 +377,7 @@ def rows_of(where: Mapping[str, Any]) -> str:
     return "{edge}-{direction}-{tensor}-{role}".format(**where)
 
 
-def _place(link: End, index: int) -> dict[str, Any]:
+def place_of(link: End, index: int) -> dict[str, Any]:
     """Where a store of a link's end stands, as JSON values."""
     return {
         "edge": link.place.edge,
@@ -400,6 +400,6 @@ def _by_name(found: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     return together
 
 
-def _unlike(found: Iterable[dict[str, list[str]]]) -> set[str]:
+def unequal(found: Iterable[dict[str, list[str]]]) -> set[str]:
     """The links whose two ends said different things."""
     return {name for name, values in _by_name(found).items() if len(set(values)) > 1}

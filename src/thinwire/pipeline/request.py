@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -29,6 +29,7 @@ class Request:
     codec: bool = True
     dense: bool = False
     measure: bool = False
+    context: Any = None
 
 
 def input_error(
@@ -73,7 +74,40 @@ def input_error(
     wrong = wrong or _ids_error("next_sample_ids", next_ids, None)
     if wrong is None and next_ids is not None and len(next_ids) > max_rows * n_microbatches:
         wrong = f"{len(next_ids)} next_sample_ids; a step has at most {max_rows * n_microbatches}"
-    return wrong or _lengths_error(request.lengths, sizes) or _scale_error(request.loss_scale)
+    wrong = wrong or _lengths_error(request.lengths, sizes) or _scale_error(request.loss_scale)
+    return wrong or context_error(request.context, rows)
+
+
+def context_error(context: Any, rows: int) -> str | None:
+    """What is wrong with a step's ``context`` for so many rows."""
+    if context is None:
+        return None
+    if not isinstance(context, Mapping):
+        return f"context must be a dictionary of tensors, not {_kind_of(context)}"
+    for name, tensor in context.items():
+        what = f"context[{name!r}]"
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
+            return f"{what} is {_kind_of(tensor)}; int64 tensors by name are needed"
+        shaped = tensor.dim() in (1, 2) and tensor.shape[0] == rows
+        if str(tensor.dtype) != "torch.int64" or not shaped:
+            return (
+                f"{what} must be int64 of shape ({rows},) or ({rows}, positions), not "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+    return None
+
+
+def context_digests(context: Mapping[str, Tensor] | None) -> dict[str, str]:
+    """A hash of each tensor of a context, by which ranks find that they were given the same."""
+    return {
+        name: f"{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(_bytes_of(tensor))}"
+        for name, tensor in sorted((context or {}).items())
+    }
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    found: bytes = tensor.contiguous().cpu().numpy().tobytes()
+    return found
 
 
 def _ids_error(what: str, ids: Any, rows: int | None) -> str | None:

@@ -52,11 +52,13 @@ _REFERENCES = {
     "bytes": whole,
     "precision": text,
 }
+_LEARNED = {"edge": whole, "direction": text, "tensor": whole, "role": text, "scheme": text}
 #: Of what ``Pipeline.checkpoint`` returns.
 STATE_FORM: dict[str, Any] = {
     "step": whole,
     "counters": list_of(_counters),
     "references": list_of(record(_REFERENCES)),
+    "learned": list_of(record(_LEARNED)),
     "frozen": {"broken": optional(whole), "weights": values_of(text), "inputs": whole},
 }
 
@@ -64,7 +66,7 @@ STATE_FORM: dict[str, Any] = {
 def fresh(step: int) -> dict[str, Any]:
     """The state of a pipeline that has done ``step`` steps and remembers nothing."""
     frozen: dict[str, Any] = {"broken": None, "weights": {}, "inputs": 0}
-    return {"step": step, "counters": [], "references": [], "frozen": frozen}
+    return {"step": step, "counters": [], "references": [], "learned": [], "frozen": frozen}
 
 
 def check(saved: Any) -> None:

@@ -6,6 +6,17 @@ A layer beneath the schemes, which send what differs from the expectation.
 from __future__ import annotations
 
 from thinwire.predict.exact import Map, on_grid
+from thinwire.predict.expectation import Expectation
+from thinwire.predict.sources import Context, Source, register_source, sources
 from thinwire.predict.table import Table
 
-__all__ = ["Map", "Table", "on_grid"]
+__all__ = [
+    "Context",
+    "Expectation",
+    "Map",
+    "Source",
+    "Table",
+    "on_grid",
+    "register_source",
+    "sources",
+]

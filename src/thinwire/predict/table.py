@@ -61,6 +61,14 @@ class Table:
         self._sums[seen], self._counts[seen] = sums.to(torch.int32), kept
         self._refresh(seen)
 
+    def grow(self, size: int) -> None:
+        """Have room for more ids, which nothing was seen with."""
+        more = size - self.size
+        self._sums = torch.cat([self._sums, self._sums.new_zeros(more, self.width)])
+        self._counts = torch.cat([self._counts, self._counts.new_zeros(more)])
+        self.values = torch.cat([self.values, self.values.new_zeros(more, self.width)])
+        self.size = size
+
     def _settle_unit(self, x: Tensor) -> None:
         """Choose the unit, or another one where values have become much larger or smaller."""
         largest = x.abs().amax().cpu()

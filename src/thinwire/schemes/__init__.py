@@ -12,6 +12,7 @@ from thinwire.schemes.delta import Delta
 from thinwire.schemes.ef21 import EF21
 from thinwire.schemes.feedback import ErrorFeedback, MixedFeedback
 from thinwire.schemes.mask import SharedMask
+from thinwire.schemes.predicted import Predicted
 from thinwire.schemes.value import Value
 from thinwire.spec import parse, register
 
@@ -21,6 +22,7 @@ __all__ = [
     "ErrorFeedback",
     "Foreseen",
     "MixedFeedback",
+    "Predicted",
     "Receiver",
     "Scheme",
     "Sender",

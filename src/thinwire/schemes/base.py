@@ -11,7 +11,8 @@ import dataclasses
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,18 +27,24 @@ from thinwire.frame import Kind, Section
 from thinwire.spec import Named
 from thinwire.store import ReferenceStore
 
+NOTHING_BESIDE: Mapping[str, Tensor] = MappingProxyType({})
+
 
 class Visit(NamedTuple):
     """What both ends know of a tensor's rows in one micro-batch before it is sent.
 
     ``keys``: sample ids, one a row, or None where there are none. ``lengths``: values of each row
-    that travel. ``seeds``: int64, one a row, for stochastic rounding.
+    that travel. ``seeds``: int64, one a row, for stochastic rounding. ``context``: of the tensors
+    that ``Pipeline.step`` was given, what belongs to these rows. ``scale``: by what the step
+    multiplies values, as a mean loss does gradients.
     """
 
     keys: tuple[int, ...] | None
     lengths: tuple[int, ...]
     seeds: Tensor
     padded: bool
+    context: Mapping[str, Tensor] = NOTHING_BESIDE
+    scale: float = 1.0
 
     @property
     def values(self) -> int:
@@ -249,6 +256,11 @@ class Scheme(Named):
     def needs_keys(self) -> bool:
         """Whether rows are told apart by sample id."""
         return self.keyed is not None and self.keyed.by == "sample"
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The names of the tensors of ``Visit.context`` that it needs in training."""
+        return frozenset()
 
     @property
     def recalls(self) -> bool:

@@ -29,6 +29,12 @@ class Batch:
     sample_ids: Tensor
     lengths: Tensor | None  # None: all positions of all rows
 
+    @property
+    def context(self) -> dict[str, Tensor]:
+        """What both ends of a link may predict by."""
+        tokens = {} if self.inputs.is_floating_point() else {"token": self.inputs}
+        return {**tokens, "target": self.target}
+
 
 class Samples(ABC):
     """Samples by number, from 0."""

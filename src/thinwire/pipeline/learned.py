@@ -1,0 +1,118 @@
+"""What the ends of a rank's links have learned to expect: saved, compared, and learned anew.
+
+Both ends of a link learn the same. Now and then they compare hashes of it; where they differ, both
+begin anew, since a prediction that is made of nothing costs bits and no correctness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from thinwire.counters import link_name
+from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
+from thinwire.pipeline.remembered import COMPARE_EVERY, place_of, unequal
+from thinwire.schemes import Predicted
+from thinwire.schemes.predicted import PredictedEnd
+
+#: By the name of a link, a hash from each of its ends that is here.
+Digests = dict[str, list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    where: dict[str, Any]  # as JSON values
+    link: LinkSender | LinkReceiver
+    state: PredictedEnd
+
+    @property
+    def name(self) -> str:
+        return link_name(self.where["edge"], self.where["direction"])
+
+    @property
+    def file(self) -> str:
+        return "learned-{edge}-{direction}-{tensor}-{role}.safetensors".format(**self.where)
+
+
+class Learned:
+    """Of all ends of links at this rank whose scheme predicts."""
+
+    def __init__(self, ends: Sequence[EdgeEnd]) -> None:
+        links = [link for end in ends for link in (end.outgoing, end.incoming)]
+        self._held = [
+            _Held(place_of(link, index), link, state)
+            for link in links
+            if isinstance(link.scheme, Predicted)
+            for index, state in link.states.items()
+            if isinstance(state, PredictedEnd)
+        ]
+        self._steps = 0
+        #: How often what was learned at the two ends of a link has differed.
+        self.repairs = 0
+
+    def digests(self) -> Digests:
+        """What this rank tells the others of what it has learned."""
+        found: Digests = {}
+        for held in self._held:
+            found.setdefault(f"{held.name} {held.where['tensor']}", []).append(
+                f"{held.state.digest():x}"
+            )
+        return found
+
+    def report(self) -> Digests | None:
+        """What it tells at the end of a step: something now and then."""
+        self._steps += 1
+        return self.digests() if self._held and self._steps % COMPARE_EVERY == 0 else None
+
+    def conclude(self, found: Iterable[Digests | None]) -> bool:
+        """All ranks' digests are there: where the two ends of a link differ, both begin anew.
+        Whether all were equal."""
+        apart = unequal([one for one in found if one])
+        for held in self._held:
+            if f"{held.name} {held.where['tensor']}" in apart:
+                held.state.expectation.forget()
+                self.repairs += 1
+        return not apart
+
+    def save(self, folder: Path) -> list[dict[str, Any]]:
+        """Write what was learned into ``folder``; returns what was written, as JSON."""
+        written = []
+        for held in self._held:
+            tensors = held.state.state_dict()
+            if tensors:
+                save_file(
+                    {name: t.contiguous().cpu() for name, t in tensors.items()}, folder / held.file
+                )
+                written.append({**held.where, "scheme": str(held.link.scheme)})
+        return written
+
+    def load(self, folder: Path, written: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Go on from what ``save`` wrote; returns why some begin anew, by link."""
+        anew = {}
+        for held in self._held:
+            held.state.expectation.forget()
+            mine = [one for one in written if all(one[k] == v for k, v in held.where.items())]
+            if not mine:
+                anew[held.name] = "the checkpoint holds nothing"
+            elif mine[0]["scheme"] != str(held.link.scheme):
+                anew[held.name] = f"it was of {mine[0]['scheme']}, not of {held.link.scheme}"
+            else:
+                try:
+                    held.state.load_state_dict(load_file(folder / held.file))
+                except (ValueError, OSError, SafetensorError) as error:
+                    held.state.expectation.forget()
+                    anew[held.name] = str(error)
+        return anew
+
+
+def lines(anew: Iterable[Mapping[str, str]]) -> list[str]:
+    """A line for each link that begins anew, and why."""
+    found = {name: why for one in anew for name, why in one.items()}
+    return [
+        f"what link {name} expects is learned anew ({why})" for name, why in sorted(found.items())
+    ]

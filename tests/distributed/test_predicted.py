@@ -1,0 +1,147 @@
+"""Predictions between processes: learned alike, compared, and learned anew where they are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.distributed import setup
+from tests.distributed.pool import Pool
+from tests.distributed.setup import Case, build
+from thinwire.pipeline import learned
+
+SPEC = "predicted(int4,by=token)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    losses: list[float]
+    kinds: list[list[str]]
+    digests: dict[str, int]
+    lines: list[str]
+    repairs: int
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    _, tokens, targets = setup.batch(number)
+    return tokens, targets, {"token": tokens, "target": targets}
+
+
+def train(
+    rank: int,
+    world_size: int,
+    steps: int = 6,
+    folder: str | None = None,
+    spoil: str = "",
+    context_of: int = 0,
+    every: int = 100,
+) -> Found:
+    """Some steps; with ``folder`` a checkpoint after them is restored by another pipeline, which
+    goes on. ``spoil``: what is done to rank 0's state before."""
+    vars(learned)["COMPARE_EVERY"] = every
+    case = Case("1F1B", world_size)
+    made, schedule, _ = build(rank, world_size, case)
+    pipeline = tw.Pipeline(schedule, made, tw.Plan(SPEC, SPEC), deadline=20)
+    losses = []
+
+    def go(first: int) -> None:
+        for number in range(first, first + steps):
+            x, y, context = batch(number)
+            if rank == 1 and context_of:
+                context = batch(number + context_of)[2]
+            inputs = (x,) if rank == 0 else ()
+            losses.append(pipeline.step(*inputs, target=y, context=context).loss)
+
+    go(0)
+    lines: list[str] = []
+    if folder is not None:
+        mine = Path(folder) / str(rank)
+        saved = pipeline.checkpoint(mine)
+        if spoil == "file" and rank == 0:
+            next(mine.glob("learned-*")).write_bytes(b"nothing")
+        if spoil == "other" and rank == 0:
+            for file in mine.glob("learned-0-forward-*"):
+                file.write_bytes((Path(folder) / "other").read_bytes())
+        lines = pipeline.restore(mine, saved)
+    if spoil == "state" and rank == 0:
+        pipeline._learned._held[0].state.expectation._tables[0]._sums += 1
+    go(steps)
+    links = [link for link in pipeline.link_reports() if link["direction"] != "control"]
+    found = Found(
+        losses,
+        [sorted(link["kinds"]) for link in links],
+        pipeline.state_digests(),
+        lines,
+        pipeline._learned.repairs,
+    )
+    pipeline.close()
+    return found
+
+
+def test_both_ends_learn_the_same(pool: Pool) -> None:
+    one, other = pool.run(train, world_size=2)
+    assert one.losses == other.losses
+    assert one.kinds == [["predicted", "value"], ["predicted", "value"]]
+    for link in ("edge 0 forward 0", "edge 0 backward 0"):
+        ends = [v for found in (one, other) for k, v in found.digests.items() if k.startswith(link)]
+        assert len(ends) == 2
+        assert len(set(ends)) == 1
+
+
+def test_a_checkpoint_has_what_was_learned(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(train, world_size=2)
+    cut = pool.run(train, folder=str(tmp_path), world_size=2)
+    assert [one.losses for one in cut] == [one.losses for one in whole]
+    assert [one.digests for one in cut] == [one.digests for one in whole]
+    assert not cut[0].lines
+
+
+def test_what_cannot_be_read_is_learned_anew_by_both(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(train, folder=str(tmp_path), spoil="file", world_size=2)
+    assert any("is learned anew" in line for line in found[0].lines)
+    assert found[0].lines == found[1].lines
+    ends = [v for one in found for k, v in one.digests.items() if k.startswith("edge 0 forward")]
+    assert len(set(ends)) == 1
+
+
+def test_ends_that_differ_are_found_and_begin_anew(pool: Pool) -> None:
+    found = pool.run(train, spoil="state", every=8, world_size=2)
+    assert [one.repairs for one in found] == [1, 1]
+    assert found[0].losses == found[1].losses
+    ends = [v for one in found for k, v in one.digests.items() if "0 0" in k or "d 0" in k]
+    assert len(set(ends)) <= 2
+
+
+def test_ranks_that_are_given_other_contexts_are_told(pool: Pool) -> None:
+    for error in pool.run(train, context_of=3, world_size=2, raises=False):
+        assert error.type_name == "ValueError"
+        assert "rank 1 was given another context than the first stage's rank" in error.message
+
+
+def without(rank: int, world_size: int, context: Any, why: str) -> None:
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    pipeline = tw.Pipeline(schedule, made, tw.Plan("raw", SPEC), deadline=20)
+    x, y, _ = batch(0)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, context=context)
+    setup.barrier()
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("context", "why"),
+    [
+        (None, "plan raw / predicted(int4,by=token) needs context with token"),
+        ({"token": torch.zeros(8)}, "must be int64 of shape (8,) or (8, positions)"),
+        ({"token": torch.zeros(7, dtype=torch.int64)}, "not torch.int64 of shape (7,)"),
+        ([1], "context must be a dictionary of tensors, not a list"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_one_line(context: Any, why: str, pool: Pool) -> None:
+    pool.run(without, context, why, world_size=2)
