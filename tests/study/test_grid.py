@@ -154,7 +154,7 @@ def test_plugins_lie_beside_the_study_or_where_they_are_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    grid = grid_of(tmp_path, 'plugins = ["own.py"]\n' + PLANS, plugins=["typed.py"])
+    grid = grid_of(tmp_path, 'plugins = ["own.py"]\n' + PLANS, files=["typed.py"])
     case = grid.case(grid.plans[0], 0, None)
     assert case.settings["plugin"] == (str(tmp_path / "own.py"), str(tmp_path / "typed.py"))
     (tmp_path / "moved").mkdir()
@@ -196,3 +196,38 @@ def test_the_studies_that_come_with_it_can_be_read(
     for plan in grid.plans:
         config = configuration.build({**grid.case(plan, 0, None).settings, "data.path": "there"})
         assert check.resolved(config).pipeline.stages == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("settings = 3\n", "settings = 3 is no table"),
+        ("target = [1, 2]\n", "target: write one validation loss"),
+        (f"learning_rates = [1{'0' * 400}]\n", "learning_rates: write finite numbers above 0"),
+        ("learning_rates = [inf]\n", "learning_rates: write finite numbers above 0"),
+        ("settings = { train.seed = 7 }\n", "train.seed can't be set; the study's seeds are 0, 1"),
+        ("settings = { train.seed = 0 }\n", "train.seed can't be set"),
+        ("settings = { compare = true }\n", "compare can't be set; compare plans by"),
+        (
+            "learning_rates = [0.1]\nsettings = { train.lr = 0.5 }\n",
+            "train.lr beside learning_rates: leave one of them out",
+        ),
+    ],
+)
+def test_what_runs_would_not_have_is_refused(text: str, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        grid_of(tmp_path, text + '[[plan]]\nforward = "raw"\n')
+    assert line in str(error.value)
+
+
+def test_another_plugin_of_the_same_name_makes_other_runs(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("a = 1")
+    grid = grid_of(tmp_path, PLANS, files=[str(own)])
+    before = grid.case(grid.plans[0], 0, None).key
+    moved = tmp_path / "elsewhere.py"
+    moved.write_text("a = 1")
+    again = grid_of(tmp_path, PLANS, files=[str(moved)])
+    assert again.case(again.plans[0], 0, None).key == before
+    own.write_text("a = 2")
+    assert grid.case(grid.plans[0], 0, None).key != before

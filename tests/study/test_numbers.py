@@ -1,6 +1,7 @@
 """The arithmetic of a study: paired differences, predicted times, equal bytes, tables."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,30 @@ def test_a_line_that_was_cut_short_costs_its_run_alone(tmp_path: Path) -> None:
         file.write('{"key": "b", "sco')
     append(tmp_path, result("c"))
     assert sorted(load(tmp_path)) == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"links": None},
+        {"seed": "a"},
+        {"curve": []},
+        {"scores": []},
+        {"scores": "none"},
+        {"scores": [{"split": "val", "codec": "off", "loss": math.nan}]},
+        {"scores": [{"split": "val", "codec": "off", "loss": 1e308}]},
+        {"scores": [{"split": "val", "codec": "off", "loss": 1.0, "accuracy": "x"}]},
+        {"stages": 0},
+        {"compute_ms": None},
+    ],
+)
+def test_what_is_no_result_is_left_out(spoiled: dict[str, Any], tmp_path: Path) -> None:
+    append(tmp_path, result("a"))
+    append(tmp_path, {**result("b"), **spoiled})
+    with (tmp_path / "results.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n" + b"[" * 100_000 + b"\n[1]\n")
+    append(tmp_path, {"key": "d", "seed": 0, "failed": "the loss is not finite"})
+    assert sorted(load(tmp_path)) == ["a", "d"]
 
 
 def study() -> tuple[Grid, dict[str, Any]]:

@@ -128,7 +128,7 @@ def test_words(tmp_path: Path) -> None:
     assert options.folder == Path("studies/tiny")
     for words, why in {
         ("nothing",): "there is no study nothing; those that come with thinwire:",
-        (str(grid), "--seeds", "x"): "--seeds: 'x' is no whole number from 1 to 1000",
+        (str(grid), "--seeds", "x"): "--seeds: 'x' is no whole number from 1 to 100",
         (str(grid), "--jobs", "0"): "--jobs: '0' is no whole number",
     }.items():
         with pytest.raises(ConfigError) as caught:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.store.lock import FolderInUseError, FolderLock
 from thinwire.study import tables
 from thinwire.study.grid import Grid, Plan, read
 from thinwire.study.results import Result, load
@@ -49,10 +50,20 @@ def run(arguments: Sequence[str]) -> int:
     from thinwire.study.runner import Runner, Stopped  # torch takes seconds
     from thinwire.train.stop import say, stopped_by
 
-    options.folder.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options.folder, options.jobs, say, options.keep)
+    folder = options.folder
     try:
+        if options.report and not folder.is_dir():
+            raise ConfigError(f"--report: there is no study in {folder}; run it first")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = None if options.report else FolderLock(folder)
+        runner = Runner(folder, options.jobs, say, options.keep)
         found = _found(options, runner)
+        if lock is not None:
+            lock.release()
+    except FolderInUseError:
+        raise ConfigError(f"{folder} is in use by another study; wait, or give --out") from None
+    except OSError as error:
+        raise ConfigError(f"can't keep the study in {folder}: {error.strerror}") from None
     except Stopped as stopped:
         say(stopped_by(stopped.number))
         return 128 + stopped.number
@@ -76,7 +87,8 @@ def _found(options: Options, runner: Runner) -> dict[str, Any]:
         ]
         results = runner.run(sorted(finals, key=lambda case: case.seed))
     found = tables.document(options.grid, results, best)
-    write(options.folder, found, options.grid, results, best)
+    if any(plan["runs"] or plan["failed"] for plan in found["plans"]):
+        write(options.folder, found, options.grid, results, best)
     return found
 
 
@@ -166,8 +178,8 @@ def check_specs(grid: Grid) -> None:
 def _whole(name: str, text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise ConfigError(f"{name}: '{text}' is no whole number from 1 to 1000")
+    if not text.isascii() or not text.isdecimal() or len(text) > 3 or not 1 <= int(text) <= 100:
+        raise ConfigError(f"{name}: '{text}' is no whole number from 1 to 100")
     return int(text)
 
 

@@ -23,6 +23,7 @@ the same in both: initial weights, order of the samples, dropout.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -32,6 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire import plugins
 from thinwire.spec import nearest
 from thinwire.train import config as configuration
 from thinwire.train.config import ConfigError
@@ -50,6 +52,7 @@ _KEYS = {
 }
 _PLAN_KEYS = {"name", "forward", "backward", "settings", "seeds"}
 _MOST_CASES = 10_000
+_LARGEST = 1e300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +76,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """A digest of all its settings: runs with the same key give the same losses."""
-        settings = {k: v for k, v in self.settings.items() if k != "plugin"}  # it may be moved
+        """A digest of all its settings and of what its plugins hold, wherever they lie: runs with
+        the same key give the same losses on the same data."""
+        settings = dict(self.settings)
+        if files := settings.pop("plugin", ()):
+            with contextlib.suppress(OSError):  # loading them tells
+                settings["plugin"] = plugins.digest(files).hex()
         text = json.dumps(dict(sorted(settings.items())))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -120,27 +127,33 @@ def read(
     path: Path,
     added: Sequence[str] = (),
     seeds: int | None = None,
-    plugins: Sequence[str] = (),
+    files: Sequence[str] = (),
     instead: Sequence[str] = (),
 ) -> Grid:
     """The study in ``path``, and plans ``added`` to it: ``forward``, or ``forward / backward``.
 
-    ``plugins``: further files that register codecs or schemes. ``instead``: settings for all runs
+    ``files``: further plugins, that register codecs or schemes. ``instead``: settings for all runs
     in place of the file's, as ``data.path=images``.
 
     Raises ConfigError where something in it is unknown, of another type, or there twice.
     """
     document = _document(path)
-    shared = typed_values(_flat(document.get("settings", {})), path) | _replaced(instead)
+    shared = typed_values(_table(document, path), path) | _replaced(instead)
     beside = [path.parent / file for file in _texts(document, "plugins", path)]
-    if files := [*beside, *map(Path, plugins)]:
-        shared["plugin"] = tuple(str(file.absolute()) for file in files)
+    if own := [*beside, *map(Path, files)]:
+        shared["plugin"] = tuple(str(file.absolute()) for file in own)
     plans = [plan for entry in _entries(document, path) for plan in _plans(entry, seeds, path)]
     plans += [_added(text) for text in added]
     names = [plan.name for plan in plans]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{path}: the plan '{twice}' is there twice; name one of them otherwise")
+    rates = _numbers(document, "learning_rates", path)
+    for settings in (shared, *[plan.settings for plan in plans]):
+        _check_settings(settings, bool(rates), path)
+    targets = _numbers(document, "target", path)
+    if len(targets) > 1:
+        raise ConfigError(f"{path}: target: write one validation loss")
     baseline = _text(document, "baseline", names[0], path)
     if baseline not in names:
         raise ConfigError(f"{path}: no plan is called '{baseline}'{nearest(baseline, names)}")
@@ -150,9 +163,9 @@ def read(
         tuple(plans),
         baseline,
         _seeds(document, seeds, path) or 3,
-        tuple(_numbers(document, "learning_rates", path)),
+        tuple(rates),
         tuple(_texts(document, "rates", path) or _RATES),
-        next(iter(_numbers(document, "target", path)), None),
+        next(iter(targets), None),
         tuple(_texts(document, "deviations", path)),
         _text(document, "not_run", "", path) or None,
     )
@@ -161,6 +174,34 @@ def read(
     if (runs := sum(len(grid.finals(plan, None)) for plan in plans)) > _MOST_CASES:
         raise ConfigError(f"{path}: {runs:,} runs; at most {_MOST_CASES:,} go")
     return grid
+
+
+#: Settings that a study has itself, and those of runs that leave no result of the usual form.
+_OWN = {
+    "train.seed": "the study's seeds are 0, 1, 2 and so on: set their number, as seeds = 3",
+    "out": "a study's runs lie in its own folder: give that with --out",
+    "json": "it is the study that prints JSON, with --json",
+    "compare": "compare plans by a [[plan]] for each",
+}
+
+
+def _check_settings(settings: Settings, rates: bool, path: Path) -> None:
+    """Refuse settings that runs would not have, or that leave no results."""
+    for name, why in _OWN.items():
+        if settings.get(name) not in (None, False):
+            raise ConfigError(f"{path}: {name} can't be set; {why}")
+    if "train.seed" in settings:
+        raise ConfigError(f"{path}: train.seed can't be set; {_OWN['train.seed']}")
+    if rates and "train.lr" in settings:
+        raise ConfigError(f"{path}: train.lr beside learning_rates: leave one of them out")
+
+
+def _table(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings of a study or a plan under dotted names."""
+    found = table.get("settings", {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: settings = {found!r} is no table, as [settings]")
+    return _flat(found)
 
 
 def _replaced(texts: Sequence[str]) -> dict[str, Any]:
@@ -217,7 +258,7 @@ def _plans(entry: Mapping[str, Any], seeds: int | None, path: Path) -> Iterator[
         if key not in _PLAN_KEYS:
             raise ConfigError(f"{path}: unknown key '{key}' in a plan{nearest(key, _PLAN_KEYS)}")
     given = {f"plan.{way}": entry[way] for way in ("forward", "backward") if way in entry}
-    given |= _flat(entry.get("settings", {}))
+    given |= _table(entry, path)
     choices = [value if isinstance(value, list) else [value] for value in given.values()]
     if not all(choices):
         raise ConfigError(f"{path}: an empty list in a plan leaves nothing to run")
@@ -276,8 +317,8 @@ def _texts(table: Mapping[str, Any], key: str, path: Path) -> list[str]:
 def _numbers(table: Mapping[str, Any], key: str, path: Path) -> list[float]:
     value = table.get(key, [])
     values = value if isinstance(value, list) else [value]
-    if not all(type(one) in (int, float) and one > 0 for one in values):
-        raise ConfigError(f"{path}: {key} = {value!r}: numbers above 0")
+    if not all(type(one) in (int, float) and 0 < one < _LARGEST for one in values):
+        raise ConfigError(f"{path}: {key}: write finite numbers above 0")
     return [float(one) for one in values]
 
 

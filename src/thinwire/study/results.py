@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.form import Check, fault, list_of, number, record, text, values_of, whole
 from thinwire.study.grid import Case
 from thinwire.train.metrics import read_metrics
 
@@ -20,16 +21,56 @@ _LINK = (
 
 
 def load(folder: Path) -> dict[str, Result]:
-    """The results in a study's folder by their case's key; a line that is cut short is left out."""
+    """The results in a study's folder by their case's key; a line that is cut short, or no result,
+    is left out: its run is done once more."""
     file = folder / RESULTS
     found: dict[str, Result] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    for line in file.read_bytes().splitlines() if file.exists() else []:
         try:
             result = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(result, dict) and _is_result(result):
             found[result["key"]] = result
-        except (ValueError, LookupError, TypeError):
-            continue  # the run of it is done once more
     return found
+
+
+def _finite(value: Any) -> bool:
+    return number(value) and abs(value) < _LARGEST
+
+
+def _some(check: Check) -> Check:
+    return lambda value: list_of(check)(value) and bool(value)
+
+
+_LARGEST = 1e100  # sums of squares stay finite
+_NAMED = {"key": text, "seed": whole}
+_BROKEN = {**_NAMED, "failed": text}
+_COMPLETE = {
+    **_NAMED,
+    "scores": _some(record({"split": text, "codec": text, "loss": _finite})),
+    "links": list_of(
+        record({"direction": text, "payload_bytes": whole, "header_bytes": whole, "values": whole})
+    ),
+    "curve": _some(
+        record({"step": whole, "val_loss_codec": _finite, "bytes": values_of(whole)}),
+    ),
+    "compute_ms": _finite,
+    "stages": whole,
+    "microbatches": whole,
+}
+
+
+def _is_result(value: Mapping[str, Any]) -> bool:
+    """Whether all is there that tables are made of."""
+    if "failed" in value:
+        return fault(value, _BROKEN) is None
+    return (
+        fault(value, _COMPLETE) is None
+        and all(_finite(score.get("accuracy", 0)) for score in value["scores"])
+        and value["stages"] > 0
+        and value["microbatches"] > 0
+    )
 
 
 def append(folder: Path, result: Result) -> None:
@@ -99,11 +140,11 @@ def curve(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> l
     and the bytes that each link had carried, by ``edge direction``."""
     sent: dict[int, dict[str, int]] = {}
     points = []
-    for record in records:
-        if "links" in record:
-            sent[record["step"]] = _bytes(record["links"])
-        if "val_loss_codec" in record and record["step"] in sent:
-            points.append(_point(record["step"], record["val_loss_codec"], sent[record["step"]]))
+    for one in records:
+        if "links" in one:
+            sent[one["step"]] = _bytes(one["links"])
+        if "val_loss_codec" in one and one["step"] in sent:
+            points.append(_point(one["step"], one["val_loss_codec"], sent[one["step"]]))
     last = _point(summary["steps"], summary["val_loss_codec"], _bytes(summary["links"]))
     return [*points, last]
 

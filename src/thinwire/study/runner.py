@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from thinwire.train.stop import heeded
 
 _POLL_S = 0.2
 #: How a run ends that the plan itself has broken: the study goes on, and says so.
-_BROKEN = ("not finite", "diverged")
+_BROKEN = re.compile(r"not finite|diverged|\b(nan|inf) at index")
 
 
 class Stopped(Exception):
@@ -162,7 +163,7 @@ class Runner:
         """The result of a run that has ended."""
         line = _line(one.stderr)
         if not one.done:
-            if any(word in line for word in _BROKEN):
+            if _BROKEN.search(line):
                 return of_failure(one.case, line)
             raise ConfigError(f"{_name(one.case)}: {line}")
         summary = json.loads((one.folder / SUMMARY).read_text(encoding="utf-8"))

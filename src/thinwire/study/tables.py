@@ -10,6 +10,7 @@ from thinwire.study import predict
 from thinwire.study.grid import Grid, Plan
 from thinwire.study.paired import Difference, paired
 from thinwire.study.results import Result
+from thinwire.train.words import printable
 from thinwire.units import parse_rate
 
 _MARGIN = 1.01  # of the baseline's loss: the target, where none is given
@@ -216,19 +217,26 @@ def markdown(found: Mapping[str, Any]) -> str:
     heading, *rows = cells(found)
     lines = [f"# {found['title']}", "", *[f"* {note}" for note in notes(found)], ""]
     lines += [_row([_escaped(c) for c in heading]), "|" + "---|" * len(heading)]
-    lines += [_row([f"`{row[0]}`", *map(_escaped, row[1:])]) for row in rows]
+    lines += [_row([f"`{_escaped(row[0])}`", *map(_escaped, row[1:])]) for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return printable(text).replace("|", "\\|").replace("`", "'")
 
 
 def _row(row: Sequence[str]) -> str:
     return f"| {' | '.join(row)} |"
 
 
-_LATEX = {"±": r"$\pm$", "–": "--", "%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#"}
+_LATEX = {
+    "±": r"$\pm$",
+    "–": "--",
+    "\\": r"\textbackslash{}",
+    **{character: rf"\{character}" for character in "%_&#{}$"},
+    "^": r"\^{}",
+    "~": r"\~{}",
+}
 
 
 def latex(found: Mapping[str, Any]) -> str:
