@@ -401,6 +401,20 @@ def test_a_codec_that_does_all_that_is_asked_fails_nothing() -> None:
     assert failures(Right) == []
 
 
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), BaseException("a\nb")])
+def test_a_codec_that_ends_the_process_fails(error: BaseException) -> None:
+    class Ending(Right):
+        """Has other ideas."""
+
+        def _decode_rows(self, payload: Tensor, n: int, dtype: torch.dtype) -> Tensor | None:
+            raise error
+
+    found = failures(Ending)
+    assert len(found) > 5
+    assert all(type(error).__name__ in (one.found or "") for one in found), found
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.usefixtures("registry")

@@ -186,6 +186,11 @@ WRONG: dict[str, tuple[Methods, Methods, Methods, Methods, str]] = {
         after("decode", lambda self, y, *args: y.squeeze(0)),
         "torch.float32 (6, 4)",
     ),
+    "direction": (
+        *({}, {}, {}),
+        after("decode", lambda self, y, *args: y if self.dense else -y),
+        "their inner product is -",
+    ),
     "dtypes": ({}, {}, before("encode", numpy_of), {}, "TypeError: Got unsupported ScalarType"),
     "padding": ({}, {}, {}, after("decode", filled), "row 0 has values beyond its length"),
     "sizes": (

@@ -34,7 +34,7 @@ def train(
     stages: int = 2,
     ids: bool = True,
     dense: int = 0,
-    scale: float | None = None,
+    scale: float | tuple[float, ...] | None = None,
     left_out: int | None = None,
     spoiled: int | None = None,
 ) -> Found:
@@ -61,7 +61,7 @@ def train(
             target=y,
             sample_ids=keys if ids else None,
             dense=number < dense,
-            loss_scale=scale,
+            loss_scale=scale[number % len(scale)] if isinstance(scale, tuple) else scale,
         )
         if hook is not None:
             hook.remove()
@@ -235,6 +235,20 @@ def test_batches_of_several_sizes_go_by_slot(pool: Pool) -> None:
     one, other = pool.run(uneven, world_size=2)
     assert one == other
     assert len(one) == 3
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        *("ef(int4)", "efmixed(topk:0.3)", "ef(topk:0.3,key=slot)", "ef21(int4)"),
+        *("delta(int4)", "int4"),
+    ],
+)
+def test_a_loss_scale_may_change_from_step_to_step(backward: str, pool: Pool) -> None:
+    same = pool.run(train, ("raw", backward), scale=1.0, world_size=2)
+    other = pool.run(train, ("raw", backward), scale=(1024.0, 1.0, 2.0**-4), world_size=2)
+    assert [one.losses for one in other] == [one.losses for one in same]
+    assert [one.parameters for one in other] == [one.parameters for one in same]
 
 
 @pytest.mark.parametrize("backward", ["int8", "int4", "topk:0.2/int8", "ef(topk:0.1)", "tile"])

@@ -54,7 +54,8 @@ def run(arguments: Sequence[str]) -> int:
             def at(name: str, line: LiveLine = line, spec: str = spec) -> None:
                 line.show(f"{spec}: {name}", False)
 
-            found = examine(spec, at)
+            with contextlib.redirect_stdout(sys.stderr):  # what somebody's code prints
+                found = examine(spec, at)
         reports.append(found)
         report.show(screen, found)
     if options.json:

@@ -20,7 +20,7 @@ _LONG = 40_000  # values, which torch's reductions share out among threads
 def rows(codec: Codec) -> str | None:
     if codec.together:
         raise NotApplicable("it says that it codes rows together")
-    for count, n in ((2, 1), (2, 9), (3, 40), (5, 300)):
+    for count, n in ((2, 1), (2, 9), (3, 40), (5, 300), (20, 5)):
         x = normal(count, n) * torch.logspace(-3, 3, count)[:, None]
         with on(told(x)):
             whole = encoded(codec, x, seed=seeds(count))

@@ -86,9 +86,9 @@ def on(given: str) -> Iterator[None]:
     except Broken as broken:
         broken.given = broken.given or given
         raise
-    except NotApplicable:
+    except (NotApplicable, KeyboardInterrupt, _Overtime):
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: somebody's code must not end the check
         failure = Broken(described(error))
         failure.given = given
         raise failure from error

@@ -36,6 +36,19 @@ def shapes(scheme: Scheme) -> str | None:
     return None
 
 
+@requirement("direction", "what is received does not point away from what was sent")
+def direction(scheme: Scheme) -> str | None:
+    ends, inner = Ends(scheme), 0.0
+    for step in steps(_SOME):
+        _, received = ends.step(step)
+        for (there, x), y in zip(step, received, strict=True):
+            rows = len(there.lengths)
+            given, found = (each.reshape(rows, -1).double() for each in (x, y))
+            inner += sum(float(given[r, :n] @ found[r, :n]) for r, n in enumerate(there.lengths))
+    need(inner >= 0, f"their inner product is {inner:.3g}: is a sign turned round?")
+    return None
+
+
 @requirement("dtypes", "bfloat16, float16 and float64 are coded as float32 is")
 def dtypes(scheme: Scheme) -> str | None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
@@ -192,6 +205,7 @@ def alias(scheme: Scheme) -> str | None:
 REQUIREMENTS = (
     spec,
     shapes,
+    direction,
     dtypes,
     padding,
     sizes,

@@ -118,7 +118,7 @@ class Link(ABC):
                 state.begin_step(visits, plan.dense)
                 if len(self.boundaries) == 1:
                     self.resting = self._at_rest(state)
-                    if self.device.type == "cpu":
+                    if self.device.type == "cpu" and self.scaled_by is None:
                         self._foresee(state, visits, shapes, boundary.dtype)
 
     def end_step(self) -> None:
@@ -152,6 +152,17 @@ class Link(ABC):
     def _prepare(self, microbatch: int, foreseen: Foreseen, head: bytes) -> None:
         """Get ready for a micro-batch's message, which begins with ``head``."""
 
+    @property
+    def scaled_by(self) -> float | None:
+        """What values here are divided by before they are coded, and multiplied by after: the scale
+        of the loss, which may change, where gradients of one step are of use in another."""
+        return None if self._keeps_no_scale else self.plan.loss_scale
+
+    @functools.cached_property
+    def _keeps_no_scale(self) -> bool:
+        """Whether nothing of a step's scale stays here: of activations, and without state."""
+        return self.place.direction == Direction.FORWARD or self.scheme.stateless() == self.scheme
+
     def visit(self, boundary: Boundary, microbatch: int, shape: tuple[int, ...]) -> Visit:
         """The codec's view of a coded tensor of this shape."""
         known = (boundary.index, microbatch, shape)
@@ -182,7 +193,7 @@ class Link(ABC):
             return 1.0
         whole = plan.microbatches[0].lengths is None and len(shape) == 3
         positions = plan.positions * (shape[1] if whole else 1)
-        return (plan.loss_scale or 1.0) / max(positions, 1)
+        return 1.0 / max(positions, 1)
 
     def _keys(self, microbatch: int) -> tuple[int, ...] | None:
         """What tells the rows of a micro-batch apart: sample ids, or places in the batch."""

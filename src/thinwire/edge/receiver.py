@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
+from thinwire.codecs.base import saturated
 from thinwire.edge.link import Link
 from thinwire.edge.returned import fault_of_tensor
 from thinwire.errors import FrameError
@@ -156,4 +157,6 @@ class LinkReceiver(Link):
         fault = fault_of_tensor(y, shape)
         if fault is not None:
             raise ValueError(f"scheme {scheme}: {fault}")
+        if self.scaled_by is not None:
+            y = saturated(y.to(torch.float32) * self.scaled_by, boundary.dtype)
         return y.to(boundary.dtype)

@@ -119,5 +119,11 @@ def put(run: Run, statistics: Mapping[str, Tensor]) -> None:
             continue
         if name not in statistics or statistics[name].shape != tensor.shape:
             raise ConfigError(f"the statistics are those of another model: {name} does not fit")
+        given = statistics[name]
+        sound = given.dtype == tensor.dtype and bool(torch.isfinite(given).all())
+        if not sound or (name.endswith("running_var") and bool((given < 0).any())):
+            raise ConfigError(
+                f"the statistics are damaged: {name} has values that no layer can have"
+            )
         with torch.no_grad():
             tensor.copy_(statistics[name])

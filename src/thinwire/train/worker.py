@@ -173,7 +173,7 @@ def _guarded(start: Start, run: Callable[[], None]) -> int:
             phase = stop.phase, stop.folder
         say(at_once_line(signal.SIGINT, phase, start.resume_command))
         os._exit(130)
-    except Exception as error:  # noqa: BLE001  every failure ends the process, with its reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001  every failure ends it, with a reason
         failure = _failure(error, start.rank, start.to_lower)
         if not failure["expected"]:
             traceback.print_exc()
@@ -183,7 +183,7 @@ def _guarded(start: Start, run: Callable[[], None]) -> int:
         os._exit(failure["code"])  # a process group with open messages may hang in its destructor
 
 
-def _failure(error: Exception, rank: int, to_lower: str) -> dict[str, Any]:
+def _failure(error: Exception | SystemExit, rank: int, to_lower: str) -> dict[str, Any]:
     """What the starting process needs to know of an error, and the line that is shown.
 
     ``to_lower``: settings, where memory is short.

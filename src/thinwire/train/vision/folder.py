@@ -124,12 +124,13 @@ class _Pillow:
             try:
                 with self._open(path) as image:
                     width, height = image.size
-                    if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
-                        width, height = height, width
                     mode = image.mode
+                    fits = width * height <= _MOST_PIXELS  # of some, what follows reads the pixels
+                    if fits and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+                        width, height = height, width
             except self._image.DecompressionBombError:
                 width = height = _MOST_PIXELS
-            except (OSError, SyntaxError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  Pillow raises many kinds for junk
                 raise _damaged(path, error) from None
         if width * height > _MOST_PIXELS:
             raise ConfigError(f"--data.path: {path} claims more than {_MOST_PIXELS:,} pixels")
@@ -152,7 +153,7 @@ class _Pillow:
             try:
                 with self._open(path) as image:
                     image = self._operations.exif_transpose(image).convert("L" if gray else "RGB")
-            except (OSError, SyntaxError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  Pillow raises many kinds for junk
                 raise _damaged(path, error) from None
         if self._size is not None:
             bilinear = self._image.Resampling.BILINEAR
