@@ -31,6 +31,7 @@ T = TypeVar("T")
 _WORD = re.compile(r"[A-Za-z0-9_.+\-/]+")
 _NAME = re.compile(r"[a-z][a-z0-9_\-]*")
 _FLAGS = {"on": True, "off": False, "true": True, "false": False}
+_RESERVED = ("off", "default", "as-trained")  # what the command takes beside specs
 _MAX_LENGTH = 200
 
 
@@ -162,6 +163,8 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no spec name: use lower-case letters, digits, '-' and '_'")
+    if name in _RESERVED:
+        raise ValueError(f"{name!r} stands for something else; choose another name")
 
     def add(cls: Any) -> Any:
         _check_class(cls, kind)

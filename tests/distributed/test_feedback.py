@@ -241,7 +241,7 @@ def test_batches_of_several_sizes_go_by_slot(pool: Pool) -> None:
     "backward",
     [
         *("ef(int4)", "efmixed(topk:0.3)", "ef(topk:0.3,key=slot)", "ef21(int4)"),
-        *("delta(int4)", "int4"),
+        *("delta(int4)", "int4", "predicted(int4,by=position)"),
     ],
 )
 def test_a_loss_scale_may_change_from_step_to_step(backward: str, pool: Pool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.runs import text_in
-from thinwire.store.lock import is_held
+from thinwire.store.lock import FolderLock, is_held
 from thinwire.study import arguments, runner
 from thinwire.study.arguments import read_options
 from thinwire.study.results import load
@@ -117,6 +117,32 @@ def test_a_run_that_is_refused_ends_the_study_with_its_line(tmp_path: Path) -> N
     grid.write_text(GRID.format(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"fp32, seed 0, lr 0\.001: --data\.path: can't read"):
         arguments.run([str(grid), "--out", str(tmp_path / "out")])
+
+
+def test_a_folder_that_cannot_be_a_studys_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.Runner, "run", lambda self, cases: {})
+    grid = tmp_path / "tiny.toml"
+    grid.write_text(GRID.format("x"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "odd" / "results.jsonl").mkdir(parents=True)
+    lock = FolderLock(tmp_path / "busy")
+    for name, why in {
+        "file": "can't keep the study in",
+        "x" * 300: "can't keep the study in",
+        "odd": "can't keep the study in",
+        "busy": "is in use by another study",
+    }.items():
+        with pytest.raises(ConfigError, match=why):
+            arguments.run([str(grid), "--out", str(tmp_path / name)])
+    lock.release()
+    with pytest.raises(ConfigError, match="--report: there is no study in"):
+        arguments.run([str(grid), "--out", str(tmp_path / "none"), "--report"])
+    (tmp_path / "empty").mkdir()
+    assert arguments.run([str(grid), "--out", str(tmp_path / "empty"), "--report"]) == 0
+    assert not list((tmp_path / "empty").iterdir())  # nothing found is nothing to write down
 
 
 def test_words(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from thinwire.schemes.base import (
     expect_sections,
     needs_alone,
 )
-from thinwire.schemes.rows import Space, keys_of, lengths_at, rows_at, seeds_at
+from thinwire.schemes.rows import Space, as_rows, keys_of, lengths_at, rows_at, seeds_at
 from thinwire.schemes.value import Value, ValueReceiver
 from thinwire.spec import register
 from thinwire.store import ReferenceStore
@@ -149,7 +149,7 @@ class _FeedbackSender(Sender):
             self._gone += [keys[row] for row in kept]
             return [section]
         check_finite(x, self._codec, visit.valid)
-        values = x.detach().reshape(len(keys), -1)
+        values = as_rows(x)
         held = self.store.lengths
         later = [row for row in kept if held.get(keys[row]) == visit.lengths[row]]
         residual = torch.zeros(values.shape, device=values.device)

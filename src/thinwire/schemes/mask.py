@@ -28,6 +28,7 @@ from thinwire.schemes.base import (
     check_finite,
     expect_sections,
 )
+from thinwire.schemes.rows import as_rows
 from thinwire.schemes.value import Value
 
 
@@ -93,7 +94,7 @@ class _MaskSender(MaskEnd, Sender):
     ) -> list[Section]:
         if self._dense:
             return [self.as_it_is(x, microbatch, visit, out)]
-        coder, values = self._codec.values, x.detach().reshape(len(visit.lengths), -1)
+        coder, values = self._codec.values, as_rows(x)
         mask, kept = self._mask(microbatch, visit, values.shape[1])
         check_finite(x, self._name, visit.valid)
         part, lengths = _gathered(values, mask.to(values.device), kept)

@@ -41,6 +41,7 @@ from thinwire.schemes.base import (
     expect_sections,
     needs_alone,
 )
+from thinwire.schemes.rows import as_rows
 from thinwire.schemes.value import Value
 from thinwire.spec import register
 
@@ -134,7 +135,7 @@ class _PredictedSender(PredictedEnd, Sender):
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
         rows, shape = len(visit.lengths), tuple(x.shape)
-        values = x.detach().reshape(rows, -1).to(torch.float32)
+        values = as_rows(x).to(torch.float32)
         if self._dense:
             section = self.as_it_is(x, microbatch, visit, out)
             self._note(microbatch, visit, values, shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -24,6 +25,11 @@ def digest_of(visit: Visit, keys: Sequence[int]) -> int:
 def keys_at(keys: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
     """The keys of ``rows``: ``keys`` itself where they are all."""
     return keys if len(rows) == len(keys) else [keys[r] for r in rows]
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` [rows, …] as [rows, values]."""
+    return x.detach().reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 def rows_at(values: Tensor, rows: Sequence[int]) -> Tensor:

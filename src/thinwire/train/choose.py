@@ -81,7 +81,7 @@ def choose(home: Home, rank: int, world_size: int, fits: Fits) -> tuple[Choice |
     committed = max(one["committed"] for one in every)
     if committed:
         raise ConfigError(
-            f"--resume {home.folder}: no checkpoint is complete on the machines of this run, "
+            f"{home.folder}: no checkpoint is complete on the machines of this run, "
             f"though step {committed} was; {'; '.join(lines) or 'no part is here'}"
         )
     return None, lines

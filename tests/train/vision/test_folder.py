@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,20 @@ def test_a_picture_that_cannot_be_read_is_one_line(case: str, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=message) as caught:
         files.load(str(tmp_path), None)
     assert "\n" not in str(caught.value)
+
+
+def test_whatever_pillow_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture(tmp_path / "a" / "x.png")
+    picture(tmp_path / "b" / "x.png")
+
+    def junk(image: Any) -> Any:
+        raise struct.error("required argument is not an integer")
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", junk)
+    with pytest.raises(ConfigError, match=r"x\.png is damaged: required argument is not an int"):
+        files.load(str(tmp_path), None)
 
 
 def test_folders_without_classes_or_pictures_are_one_line(tmp_path: Path) -> None:

@@ -14,7 +14,16 @@ from thinwire.frame import Kind, Section
 from thinwire.schemes.base import RAW, Sender, Visit, check_finite
 from thinwire.schemes.closed_loop.coding import CHANGES, least_share
 from thinwire.schemes.closed_loop.end import LoopEnd
-from thinwire.schemes.rows import Space, digest_of, keys_at, keys_of, lengths_at, rows_at, seeds_at
+from thinwire.schemes.rows import (
+    Space,
+    as_rows,
+    digest_of,
+    keys_at,
+    keys_of,
+    lengths_at,
+    rows_at,
+    seeds_at,
+)
 from thinwire.store import ReferenceStore
 
 
@@ -25,7 +34,7 @@ class LoopSender(LoopEnd, Sender):
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
         keys = keys_of(visit)
-        values = x.detach().reshape(len(keys), -1)
+        values = as_rows(x)
         kinds = self.kinds(microbatch, visit)
         space = Space(out)
         sections, moves = [], []
