@@ -184,7 +184,8 @@ def test_frozen_blocks_are_neither_computed_nor_sent_again(tmp_path: Path) -> No
     options = (*TINY, "--steps", "12", "--train.batch", "64", "--train.frozen", "2")
     exact = ("--forward", "delta(int4,first=raw,ref=fp32)", "--link.rate", "none")
     result = run(*options, *exact, "--out", "on", cwd=tmp_path)
-    run(*options, *exact, "--skip-frozen", "false", "--out", "off", cwd=tmp_path)
+    memory = ("--link.transport", "memory")
+    run(*options, *exact, *memory, "--skip-frozen", "false", "--out", "off", cwd=tmp_path)
     on, off = summary_of(tmp_path / "on"), summary_of(tmp_path / "off")
     for name in ("train_loss", "val_loss", "val_loss_codec"):
         assert on[name] == off[name]
@@ -200,14 +201,15 @@ def test_frozen_blocks_are_neither_computed_nor_sent_again(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("options", [(), ("--model.tied", "true"), ("--pipeline.schedule", "ZBV")])
 def test_the_head_alone_can_be_trained(tmp_path: Path, options: tuple[str, ...]) -> None:
-    run(*TINY, "--train.frozen", "4", *options, "--link.rate", "none", "--out", "run", cwd=tmp_path)
+    memory = ("--link.transport", "memory", "--link.rate", "none")
+    run(*TINY, "--train.frozen", "4", *options, *memory, "--out", "run", cwd=tmp_path)
     records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
     assert all(r["grad_norm"] > 0 for r in records if "grad_norm" in r)
 
 
 def test_dropout_in_frozen_blocks_keeps_them_running_and_is_said(tmp_path: Path) -> None:
     options = (*TINY, "--steps", "6", "--train.batch", "64", "--train.frozen", "2")
-    options += ("--forward", "delta(int4)")
+    options += ("--forward", "delta(int4)", "--link.transport", "memory", "--link.rate", "none")
     result = run(*options, "--model.dropout", "0.1", "--out", "run", cwd=tmp_path)
     assert summary_of(tmp_path / "run")["links"][0]["rested"] == 0
     assert "stage 0 is frozen, but its forward draws random numbers" in result.stderr
