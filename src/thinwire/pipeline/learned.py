@@ -35,6 +35,11 @@ class _Held:
         return link_name(self.where["edge"], self.where["direction"])
 
     @property
+    def tensor(self) -> str:
+        """The same at both ends."""
+        return f"{self.name} {self.where['tensor']}"
+
+    @property
     def file(self) -> str:
         return "learned-{edge}-{direction}-{tensor}-{role}.safetensors".format(**self.where)
 
@@ -59,9 +64,7 @@ class Learned:
         """What this rank tells the others of what it has learned."""
         found: Digests = {}
         for held in self._held:
-            found.setdefault(f"{held.name} {held.where['tensor']}", []).append(
-                f"{held.state.digest():x}"
-            )
+            found.setdefault(held.tensor, []).append(f"{held.state.digest():x}")
         return found
 
     def report(self) -> Digests | None:
@@ -74,7 +77,7 @@ class Learned:
         Whether all were equal."""
         apart = unequal([one for one in found if one])
         for held in self._held:
-            if f"{held.name} {held.where['tensor']}" in apart:
+            if held.tensor in apart:
                 held.state.expectation.forget()
                 self.repairs += 1
         return not apart

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from thinwire.codecs.base import within
 from thinwire.predict.sources import Context, Source
 from thinwire.predict.table import Table
 
@@ -74,8 +75,8 @@ class Expectation:
         ids = [one.flatten().to(y.device) for one in self._ids(context, rows, positions)]
         values = _as_vectors(y, shape) * (1.0 / scale)
         if lengths is not None:
-            there = torch.arange(positions) < torch.tensor(lengths)[:, None] // width
-            kept = there.flatten().nonzero()[:, 0].to(y.device)
+            there = within([size // width for size in lengths], positions, y.device)
+            kept = there.flatten().nonzero()[:, 0]
             ids, values = [one[kept] for one in ids], values[kept]
         self._lessons[microbatch] = _Lesson(ids, values)
 

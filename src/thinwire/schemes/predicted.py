@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.codecs.base import saturated
+from thinwire.codecs.base import saturated, within
 from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section
 from thinwire.predict import Expectation, Source, sources
@@ -126,8 +126,7 @@ def _valid(x: Tensor, visit: Visit) -> Tensor:
     """``x`` [rows, n], zero beyond each row's length."""
     if visit.valid is None:
         return x
-    places = torch.arange(x.shape[1], device=x.device)
-    return x.masked_fill(places >= torch.tensor(visit.valid, device=x.device)[:, None], 0.0)
+    return x.masked_fill(~within(visit.valid, x.shape[1], x.device), 0.0)
 
 
 class _PredictedSender(PredictedEnd, Sender):

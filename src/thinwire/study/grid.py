@@ -188,10 +188,9 @@ _OWN = {
 def _check_settings(settings: Settings, rates: bool, path: Path) -> None:
     """Refuse settings that runs would not have, or that leave no results."""
     for name, why in _OWN.items():
-        if settings.get(name) not in (None, False):
+        value = settings.get(name)
+        if value is not None and value is not False:  # a seed of 0 is one
             raise ConfigError(f"{path}: {name} can't be set; {why}")
-    if "train.seed" in settings:
-        raise ConfigError(f"{path}: train.seed can't be set; {_OWN['train.seed']}")
     if rates and "train.lr" in settings:
         raise ConfigError(f"{path}: train.lr beside learning_rates: leave one of them out")
 
