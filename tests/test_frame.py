@@ -64,6 +64,7 @@ def sections(draw: st.DrawFn) -> Section:
         versions,
         draw(st.integers(0, U64)) if versions is not None else 0,
         draw(st.integers(0, 255)),
+        draw(st.booleans()),
     )
 
 
@@ -160,7 +161,7 @@ def test_wrong_magic_is_refused_as_no_frame() -> None:
 def test_another_version_is_refused_by_its_number() -> None:
     data = bytearray(example())
     data[4] = 9
-    with pytest.raises(FrameError, match="version 9; this is version 2"):
+    with pytest.raises(FrameError, match="version 9; this is version 3"):
         frame.parse(data)
 
 
@@ -196,7 +197,7 @@ def test_each_coordinate_alone_tells_frames_apart(field: str, value: int) -> Non
 def forged(body: bytes, count: int = 1, direction: int = 0) -> bytes:
     """A frame with a right length and checksum around any section table and payloads."""
     total = HEADER + len(body) + CHECKSUM
-    data = struct.pack("<4sBBHQIIIQ", b"TWIR", 2, direction, count, 0, 0, 0, 0, total) + body
+    data = struct.pack("<4sBBHQIIIQ", b"TWIR", 3, direction, count, 0, 0, 0, 0, total) + body
     return data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
 
 
@@ -228,7 +229,7 @@ HOSTILE = {
         forged(entry(shape=(3,), dtype=4, size=2) * 2 + b"abc", count=2),
         "claims 2 payload bytes, 1 are left",
     ),
-    "a kind of the future": (forged(entry(kind=99)), "unknown kind 99"),
+    "a kind of the future": (forged(entry(kind=49)), "unknown kind 49"),
     "a dtype of the future": (forged(entry(dtype=99)), "dtype 99"),
     "too many dimensions": (forged(entry(dims=17, rest=bytes(136))), "17 dims"),
     "dimensions beyond the end": (forged(entry(dims=16)), "past the end"),
@@ -424,12 +425,12 @@ def test_pack_refuses_what_is_not_finite() -> None:
 def test_a_frame_can_be_read_by_hand_from_its_description() -> None:
     change = Section(Kind.CHANGE, "int4", torch.bfloat16, (10, 6), payload(b"payload"))
     change.rows, change.versions, change.keys, change.tensor = [1, 9], [4, 70000], 0xABCDEF, 5
-    value = Section(Kind.VALUE, "raw", torch.int32, (2,), payload(b"12345678"))
+    value = Section(Kind.VALUE, "raw", torch.int32, (2,), payload(b"12345678"), predicted=True)
     place = Place(0x1122334455667788, 9, 3, 2, Direction.BACKWARD)
     data = joined(place, [change, value])
 
     assert data[0:4] == b"TWIR"
-    assert data[4] == 2  # version
+    assert data[4] == 3  # version
     assert data[5] == 1  # backward
     assert struct.unpack_from("<H", data, 6) == (2,)  # sections
     assert struct.unpack_from("<Q", data, 8) == (0x1122334455667788,)  # run
@@ -446,7 +447,7 @@ def test_a_frame_can_be_read_by_hand_from_its_description() -> None:
     assert struct.unpack_from("<QII", data, at + 39) == (0xABCDEF, 4, 70000)
 
     at += 55
-    assert struct.unpack_from("<BBBBIQ", data, at) == (0, 0, 7, 1, 0xFFFFFFFF, 8)
+    assert struct.unpack_from("<BBBBIQ", data, at) == (0, 0x40, 7, 1, 0xFFFFFFFF, 8)
     assert data[at + 16 : at + 20] == b"\x03raw"
     assert struct.unpack_from("<Q", data, at + 20) == (2,)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from thinwire.frame import Kind, Section
@@ -46,13 +47,31 @@ class Tally:
             setattr(self, name, getattr(self, name) + value)
 
 
+#: By the name of a kind: the energy to be coded without what both ends expect, and with it.
+Gained = dict[str, list[float]]
+
+
+def add_gains(gained: Gained, found: Iterable[tuple[Kind, float, float]]) -> None:
+    """Count what was ``found`` to be gained by what both ends expect."""
+    for kind, plain, left in found:
+        sums = gained.setdefault(kind.name.lower(), [0.0, 0.0])
+        sums[0] += plain
+        sums[1] += left
+
+
+def gain_db(gained: Gained) -> dict[str, float]:
+    """By kind, how much less there was to be coded in dB, of which 6 are a bit a value."""
+    sums = {kind: (plain, left) for kind, (plain, left) in gained.items() if plain and left}
+    return {kind: 10 * math.log10(plain / left) for kind, (plain, left) in sums.items()}
+
+
 _EARLY = (
     Kind.FIRST,
     Kind.SECOND,
     Kind.DENSE,
 )  # of a sample's visits: not what a long run is made of
 _LATER = (Kind.CHANGE, Kind.SECOND, Kind.RESEED, Kind.SAME)
-_SUMS = ("training", "steady", "evaluation")  # fields of LinkCounters
+SUMS = ("training", "steady", "evaluation")  # fields of LinkCounters
 
 
 @dataclasses.dataclass
@@ -62,6 +81,7 @@ class LinkCounters:
 
     ``kinds`` has those of training by number of the kind. ``rested``: micro-batches of training for
     which nothing was sent, since the receiver remembers them, and ``rested_values`` what they hold.
+    ``gained``: of the steps that were measured.
     """
 
     edge: int
@@ -73,6 +93,7 @@ class LinkCounters:
     kinds: list[Tally] = dataclasses.field(default_factory=lambda: [Tally() for _ in Kind])
     rested: int = 0
     rested_values: int = 0
+    gained: Gained = dataclasses.field(default_factory=dict)
 
     def count(self, sections: list[Section], total: int, values: list[int], train: bool) -> None:
         """Count one message: its sections, all its bytes, and the values in each section."""
@@ -104,7 +125,8 @@ class LinkCounters:
             "codec": self.codec,
             "rested": self.rested,
             "rested_values": self.rested_values,
-            **{name: dataclasses.asdict(getattr(self, name)) for name in _SUMS},
+            "gained": self.gained,
+            **{name: dataclasses.asdict(getattr(self, name)) for name in SUMS},
             "kinds": {kind.name.lower(): dataclasses.asdict(self.kinds[kind]) for kind in Kind},
         }
 
@@ -112,7 +134,10 @@ class LinkCounters:
         """Count what ``state`` says that was counted before."""
         self.rested += state["rested"]
         self.rested_values += state["rested_values"]
-        for name in _SUMS:
+        for name, sums in state["gained"].items():
+            mine = self.gained.setdefault(name, [0.0, 0.0])
+            self.gained[name] = [a + b for a, b in zip(mine, sums, strict=True)]
+        for name in SUMS:
             getattr(self, name).add_all(state[name])
         for kind in Kind:
             self.kinds[kind].add_all(state["kinds"].get(kind.name.lower(), {}))
@@ -141,6 +166,7 @@ class LinkCounters:
             "bits_per_value": t.bits_per_value,
             "steady_bits_per_value": self.steady.bits_per_value,
             "hit_rate": self.hit_rate,
+            "gain_db": gain_db(self.gained),
             "evaluation_messages": self.evaluation.messages,
             "evaluation_bytes": self.evaluation.bytes,
             "kinds": {
@@ -185,5 +211,5 @@ def sum_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
         for name in ("messages", "payload_bytes", "header_bytes", "raw_bytes", "values"):
             total[name] += other[name]
     total["bits_per_value"] = total["steady_bits_per_value"] = total["hit_rate"] = None
-    total["kinds"] = {}
+    total["kinds"], total["gain_db"] = {}, {}
     return total

@@ -24,7 +24,7 @@ from thinwire.errors import FrameError, PeerAborted, SpecError
 
 Buffer = bytes | bytearray | memoryview
 MAGIC = b"TWIR"
-VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("<4sBBHQIIIQ")
 _SECTION = struct.Struct("<BBBBIQ")
 CHECKSUM_BYTES = 8
@@ -34,8 +34,9 @@ _MAX_NAME = 255
 #: The most that one section adds to a frame besides its payload, row mask and versions.
 MAX_ENTRY_BYTES = _SECTION.size + 1 + _MAX_NAME + 8 * _MAX_DIMS + 8
 #: Of one tensor.
-MAX_SECTIONS = 6
+MAX_SECTIONS = 8
 _ALL_ROWS = 0xFFFFFFFF
+_STATEFUL, _PREDICTED = 0x80, 0x40  # beside the kind
 #: Bytes; an abort frame must fit into every receive that is posted.
 _ABORT_TEXT = 2048
 
@@ -88,7 +89,7 @@ class Kind(enum.IntEnum):
     SECOND = 10  # CHANGE at the second visit, in a codec of its own
     DENSE = 11  # a value as it is, before compression begins; what is remembered of it is exact
     RESIDUAL = 12  # what earlier values lacked, to be added to the VALUE of the same rows
-    PREDICTED = 13  # a value less what both ends expect of it
+    MAP = 13  # no rows: what both ends expect by, once the step counts
 
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)
@@ -120,7 +121,8 @@ class Section:
 
     ``shape`` is the whole tensor's; ``rows`` the indices of those present (None: all, as one
     payload of the whole tensor). ``versions`` and ``keys`` name the state that the rows are coded
-    against: visits before this one, and a digest of the rows' keys.
+    against: visits before this one, and a digest of the rows' keys. ``predicted``: a byte of gain
+    for each row comes first, and what both ends expect, times it, was left out.
     """
 
     kind: Kind
@@ -132,6 +134,7 @@ class Section:
     versions: list[int] | None = None
     keys: int = 0
     tensor: int = 0
+    predicted: bool = False
 
 
 def build(place: Place, sections: Sequence[Section]) -> list[memoryview]:
@@ -233,7 +236,7 @@ def entry(section: Section, payload_nbytes: int) -> bytes:
     fixed, described = _described(section.codec, section.dtype, section.shape)
     found = _SECTION.pack(
         section.tensor,
-        section.kind | (0x80 if stateful else 0),
+        section.kind | (_STATEFUL if stateful else 0) | (_PREDICTED if section.predicted else 0),
         fixed,
         len(section.shape),
         _ALL_ROWS if section.rows is None else len(section.rows),
@@ -334,7 +337,8 @@ class _TableReader:
     def entry(self, index: int) -> tuple[Section, int]:
         """(a section without its payload, the payload's bytes)."""
         tensor, kind, dtype, dims, count, nbytes = _SECTION.unpack(self.take(_SECTION.size))
-        stateful, kind = bool(kind & 0x80), kind & 0x7F
+        stateful, predicted = bool(kind & _STATEFUL), bool(kind & _PREDICTED)
+        kind &= ~(_STATEFUL | _PREDICTED)
         if kind not in _KINDS or dtype >= len(_DTYPES) or dims > _MAX_DIMS:
             raise FrameError(f"section {index}: unknown kind {kind}, dtype {dtype} or {dims} dims")
         try:
@@ -345,6 +349,7 @@ class _TableReader:
         if math.prod(max(d, 1) for d in shape) >= 1 << 48:
             raise FrameError(f"section {index}: a tensor of shape {shape} is not plausible")
         section = Section(Kind(kind), name, _DTYPES[dtype], shape, tensor=tensor)
+        section.predicted = predicted
         if count != _ALL_ROWS:
             section.rows = self.rows(index, shape, count)
         if stateful:
@@ -393,7 +398,7 @@ def unpack(frame: Buffer | Tensor) -> Tensor:
         frame = frame.detach().cpu().contiguous().numpy().data
     _, sections = parse(frame)
     section = sections[0] if len(sections) == 1 else Section(Kind.CONTROL)
-    bound = section.rows is not None or section.versions is not None
+    bound = section.rows is not None or section.versions is not None or section.predicted
     if bound or section.kind != Kind.VALUE:
         raise FrameError("bound to an edge and its state: it does not decode alone")
     try:

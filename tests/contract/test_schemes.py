@@ -32,6 +32,8 @@ BUILT_IN = [
     "ef21(topk:0.1)",
     "ef21(int4,key=slot,ref=bf16)",
     "predicted(int4,by=position+mean)",
+    "delta(int2,first=int4,by=position+mean+drift)",
+    "delta(int3:round=stochastic,first=fp16,ref=int4,by=position)",
 ]
 
 

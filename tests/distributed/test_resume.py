@@ -64,6 +64,14 @@ CASES = {
     "shared mask": (2, "--forward=ef(topk:0.3) --backward=topk:0.3/bf16,mask=shared"),
     "predicted": (2, "--forward=predicted(int3,by=token+previous) --backward=predicted(int4)"),
     "predicted, four ranks": (4, "--forward=predicted(int2,by=token) --backward=predicted(int2)"),
+    "predicted changes": (
+        2,
+        "--forward=delta(int2,first=int4,by=token+drift) --backward=predicted(int3,by=activation)",
+    ),
+    "predicted changes on disk": (
+        4,
+        "--forward=delta(int2,second=int4,ref=bf16,by=token) --ref.budget=60kb",
+    ),
     "in memory, on disk": (1, "--link.transport=memory --pipeline.stages=4 --ref.budget=40kb"),
 }
 

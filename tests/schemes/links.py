@@ -114,4 +114,9 @@ def mixed_step(number: int) -> Step:
 
 
 def visits_of(number: int, step: Step) -> list[Visit]:
-    return [visit(keys, lengths, step=number) for keys, lengths in step[0]]
+    return [
+        visit(keys, lengths, step=number)._replace(
+            context={"token": torch.tensor(keys, dtype=torch.int64) % 7}
+        )
+        for keys, lengths in step[0]
+    ]

@@ -90,8 +90,8 @@ WRONG: dict[str, tuple[Callable[[Sections], Any], str]] = {
         with_(payload=TOO_MUCH),
         "its sender returned 1153 payload bytes; by its row_nbytes at most 1152",
     ),
-    "nothing": (lambda sections: [], "its sender returned 0 sections, not 1 to 6"),
-    "many sections": (lambda sections: sections * 7, "its sender returned 7 sections, not 1 to 6"),
+    "nothing": (lambda sections: [], "its sender returned 0 sections, not 1 to 8"),
+    "many sections": (lambda sections: sections * 9, "its sender returned 9 sections, not 1 to 8"),
     "no list": (lambda sections: sections[0], "its sender returned Section, not a list"),
     "no sections": (
         lambda sections: [b"bytes"],

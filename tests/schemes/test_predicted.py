@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from tests.schemes.links import Link, full
 from thinwire.errors import FrameError, SpecError
 from thinwire.frame import Kind
-from thinwire.predict import sources
+from thinwire.predict import Part, sources
 from thinwire.schemes import Visit, scheme
 
 ROWS, POSITIONS, WIDTH, TOKENS = 4, 16, 32, 20
@@ -41,6 +43,14 @@ def train(link: Link, steps: int, scale: float = 1.0) -> list[Tensor]:
     return found
 
 
+def expected(end: Any, there: Visit, shape: Sequence[int]) -> Tensor:
+    """What an end expects of a micro-batch."""
+    part = Part(0, 0, range(shape[0]), tuple(shape), there.context, there.scale, None)
+    end.learned.begin()
+    found: Tensor = end.learned.rows(end.learned.guess(part, None), part)
+    return found
+
+
 def error(link: Link, seed: int = 99) -> float:
     x, there = batch(seed)
     link.begin(there)
@@ -54,7 +64,7 @@ def test_what_is_expected_makes_the_rest_small(by: str) -> None:
     assert link.kinds == [Kind.VALUE]
     train(link, 10)
     assert error(link) < before / 2.5
-    assert link.kinds == [Kind.PREDICTED]
+    assert link.kinds == [Kind.VALUE]
 
 
 def test_gradients_are_expected_in_the_scale_of_their_batch() -> None:
@@ -123,7 +133,7 @@ def test_positions_far_beyond_the_others_teach_nothing() -> None:
     x, there = batch(60)
     for one in (link, spoiled):
         one.begin(there)
-        left = x.flatten(1) - one.sender.expectation.of(there.context, x.shape, 1.0)
+        left = x.flatten(1) - expected(one.sender, there, x.shape)
         assert left.norm() < 0.4 * x.norm()
 
 
@@ -137,8 +147,8 @@ def test_images_have_positions_and_channels() -> None:
         link.move(pattern + 0.1 * noise, 0, there)
         link.sender.end_step()
         link.receiver.end_step()
-    expected = link.receiver.expectation.of({}, (1, 8, 5, 5), 1.0)
-    assert torch.allclose(expected.view(8, 5, 5), pattern[0], atol=0.3)
+    found = expected(link.receiver, full(range(1), 200), (1, 8, 5, 5))
+    assert torch.allclose(found.view(8, 5, 5), pattern[0], atol=0.3)
 
 
 def test_rows_may_have_other_lengths_and_padding_teaches_nothing() -> None:
@@ -157,7 +167,7 @@ def test_rows_may_have_other_lengths_and_padding_teaches_nothing() -> None:
         link.sender.end_step()
         link.receiver.end_step()
         assert len(set(link.digests)) == 1
-    assert link.kinds == [Kind.PREDICTED]
+    assert link.kinds == [Kind.VALUE]
 
 
 def test_dense_steps_teach_what_is_exact() -> None:
@@ -171,7 +181,7 @@ def test_dense_steps_teach_what_is_exact() -> None:
         link.receiver.end_step()
     assert len(set(link.digests)) == 1
     error(link)
-    assert link.kinds == [Kind.PREDICTED]
+    assert link.kinds == [Kind.VALUE]
 
 
 def test_both_ends_go_on_from_their_state() -> None:
@@ -187,7 +197,7 @@ def test_both_ends_go_on_from_their_state() -> None:
 def test_an_end_that_knows_nothing_refuses_what_is_predicted() -> None:
     link = Link("predicted(int4,by=token)")
     train(link, 4)
-    link.receiver.expectation.forget()
+    link.receiver.learned.forget()
     x, there = batch(3)
     link.begin(there)
     with pytest.raises(FrameError, match="expects"):
@@ -197,7 +207,10 @@ def test_an_end_that_knows_nothing_refuses_what_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("predicted(int4,by=tokens)", "nothing is predicted by 'tokens'; known: mean, position"),
+        (
+            "predicted(int4,by=tokens)",
+            "nothing is predicted by 'tokens'; known: activation, drift, mean",
+        ),
         ("predicted(int4,by=)", "expected"),
         ("predicted(topk:0.1,mask=shared)", "another link's frames"),
     ],
@@ -220,7 +233,7 @@ def test_a_source_of_ones_own_is_known_by_its_name() -> None:
     exec(code, {})
     link = Link("predicted(int4,by=half+token)")
     assert link.scheme.takes == {"token"}
-    ids = sources("half")[0].ids({}, 2, 5)
+    ids = sources("half").ids[0].ids({}, 2, 5)
     assert ids.tolist() == [[0, 0, 0, 1, 1]] * 2
     train(link, 3)
-    assert link.kinds == [Kind.PREDICTED]
+    assert link.kinds == [Kind.VALUE]

@@ -22,15 +22,18 @@ class EdgeEnd:
         self.outgoing, self.incoming = outgoing, incoming
         #: The other end, where it lives in this process.
         self.peer: EdgeEnd | None = None
-        self._share_masks()
+        self._share()
 
-    def _share_masks(self) -> None:
+    def _share(self) -> None:
         """Let the backward link, if it wants to, know what the forward link has transmitted."""
         ways: list[Link] = [self.outgoing, self.incoming]
         forward, backward = sorted(ways, key=lambda link: link.place.direction)
         for index, state in backward.states.items():
             if isinstance(state, MaskEnd):
                 forward.states[index].supports = state.masks
+            if backward.scheme.by_activations:
+                state.activations = forward.states[index]
+                state.activations.keeps = True
 
     def begin_step(self, plan: StepPlan, receives: bool, sends: bool) -> None:
         """Start a step; gradients neither go nor come in evaluation."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import within
+from thinwire.counters import Gained, gain_db
 
 
 @dataclasses.dataclass
@@ -22,6 +24,7 @@ class Fidelity:
     product: float = 0.0
     lost: float = 0.0
     peak: float = 0.0
+    gained: Gained = dataclasses.field(default_factory=dict)
 
     def add(self, x: Tensor, y: Tensor, lengths: Sequence[int] | None) -> None:
         """Count ``x`` [rows, …], of which ``y`` arrives; ``lengths[i]`` values of row i, or all."""
@@ -38,14 +41,16 @@ class Fidelity:
         self.lost += float((given - arrived).square().sum())
         self.peak = max(self.peak, float(given.abs().max()))
 
-    def report(self) -> dict[str, float | None]:
+    def report(self) -> dict[str, Any]:
         """``relative_error``: the norm of what is lost by that of what was given. ``cosine``: of
         what was given and what arrives. ``outlier_ratio``: the largest magnitude by the root mean
-        square. None without values, or where all are zero."""
+        square. None without values, or where all are zero. ``gain_db``, where something was
+        expected: see ``gain_db``."""
+        found: dict[str, Any] = {"gain_db": gain_db(self.gained)} if self.gained else {}
         if not self.given:
-            return dict.fromkeys(("relative_error", "cosine", "outlier_ratio"))
+            return dict.fromkeys(("relative_error", "cosine", "outlier_ratio")) | found
         norms = math.sqrt(self.given) * math.sqrt(self.arrived)
-        return {
+        return found | {
             "relative_error": math.sqrt(self.lost / self.given),
             "cosine": self.product / norms if norms else None,
             "outlier_ratio": self.peak / math.sqrt(self.given / self.values),

@@ -243,7 +243,8 @@ class Link(ABC):
         scheme = self.active_scheme()
         shape = boundary.shape_for(rows, self.plan.seq_len)
         if boundary.coded and scheme != Value(RAW) and not self.plan.dense:
-            return rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
+            told = scheme.told_nbytes(shape)
+            return told + rows * scheme.row_nbytes(math.prod(shape[1:]), torch.float32)
         # the other end may use a wider dtype than this one
         return math.prod(shape) * max(8, boundary.dtype.itemsize)
 

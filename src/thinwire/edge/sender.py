@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire import frame, native
 from thinwire.boundary import Boundary, StepPlan
-from thinwire.counters import LinkCounters, Tally
+from thinwire.counters import LinkCounters, Tally, add_gains
 from thinwire.edge.fidelity import Fidelity
 from thinwire.edge.link import Link
 from thinwire.edge.returned import fault_of_sections
@@ -220,6 +220,9 @@ class LinkSender(Link):
         if self.fidelity is not None and state.sent is not None:
             start = time.thread_time()
             self.fidelity.add(x, state.sent, visit.valid)
+            for gained in (self.fidelity.gained, self.counters.gained):
+                add_gains(gained, state.gained)
+            state.gained.clear()
             state.sent = None
             self.timers.encode_s -= time.thread_time() - start  # it belongs to no codec
         return sections

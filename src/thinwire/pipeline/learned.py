@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from thinwire.counters import link_name
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
 from thinwire.pipeline.remembered import COMPARE_EVERY, place_of, unequal
-from thinwire.schemes import Predicted
-from thinwire.schemes.predicted import PredictedEnd
+from thinwire.predict import Expectations
 
 #: By the name of a link, a hash from each of its ends that is here.
 Digests = dict[str, list[str]]
@@ -28,7 +27,7 @@ Digests = dict[str, list[str]]
 class _Held:
     where: dict[str, Any]  # as JSON values
     link: LinkSender | LinkReceiver
-    state: PredictedEnd
+    state: Expectations
 
     @property
     def name(self) -> str:
@@ -50,11 +49,10 @@ class Learned:
     def __init__(self, ends: Sequence[EdgeEnd]) -> None:
         links = [link for end in ends for link in (end.outgoing, end.incoming)]
         self._held = [
-            _Held(place_of(link, index), link, state)
+            _Held(place_of(link, index), link, state.learned)
             for link in links
-            if isinstance(link.scheme, Predicted)
             for index, state in link.states.items()
-            if isinstance(state, PredictedEnd)
+            if state.learned is not None
         ]
         self._steps = 0
         #: How often what was learned at the two ends of a link has differed.
@@ -78,7 +76,7 @@ class Learned:
         apart = unequal([one for one in found if one])
         for held in self._held:
             if held.tensor in apart:
-                held.state.expectation.forget()
+                held.state.forget()
                 self.repairs += 1
         return not apart
 
@@ -98,7 +96,7 @@ class Learned:
         """Go on from what ``save`` wrote; returns why some begin anew, by link."""
         anew = {}
         for held in self._held:
-            held.state.expectation.forget()
+            held.state.forget()
             mine = [one for one in written if all(one[k] == v for k, v in held.where.items())]
             if not mine:
                 anew[held.name] = "the checkpoint holds nothing"
@@ -108,7 +106,7 @@ class Learned:
                 try:
                     held.state.load_state_dict(load_file(folder / held.file))
                 except (ValueError, OSError, SafetensorError) as error:
-                    held.state.expectation.forget()
+                    held.state.forget()
                     anew[held.name] = str(error)
         return anew
 

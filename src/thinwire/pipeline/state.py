@@ -4,6 +4,7 @@ what rests."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from thinwire.counters import LinkCounters, link_name
-from thinwire.form import fault, list_of, optional, record, text, values_of, whole
+from thinwire.counters import SUMS, LinkCounters, Tally, link_name
+from thinwire.form import fault, list_of, number, optional, record, text, values_of, whole
 from thinwire.pipeline.frozen import Frozen
 from thinwire.pipeline.remembered import Remembered
 from thinwire.store import saved
@@ -20,16 +21,20 @@ from thinwire.store import saved
 _FROZEN_FILE = "frozen.safetensors"
 
 
+def _pair(value: Any) -> bool:
+    """Two sums of squares."""
+    return list_of(number)(value) and len(value) == 2
+
+
 def _counters(value: Any) -> bool:
     """What ``LinkCounters.state`` gives."""
-    known = LinkCounters(0, "", "").state()
     if not isinstance(value, dict) or not {"edge", "direction", "codec"} <= value.keys():
         return False
-    sums = [value.get(name) for name in known if isinstance(known[name], dict) and name != "kinds"]
+    sums = [value.get(name) for name in SUMS]
     kinds = value.get("kinds")
     if not isinstance(kinds, dict):
         return False
-    fields = known["training"].keys()
+    fields = {field.name for field in dataclasses.fields(Tally)}
     tallies = [*sums, *kinds.values()]
     return (
         type(value["edge"]) is int
@@ -37,6 +42,7 @@ def _counters(value: Any) -> bool:
         and text(value["codec"])
         and whole(value.get("rested"))
         and whole(value.get("rested_values"))
+        and values_of(_pair)(value.get("gained"))
         and all(values_of(whole)(tally) and tally.keys() <= fields for tally in tallies)
         and all(fields <= tally.keys() for tally in sums if tally is not None)
     )

@@ -6,16 +6,25 @@ A layer beneath the schemes, which send what differs from the expectation.
 from __future__ import annotations
 
 from thinwire.predict.exact import Map, on_grid
-from thinwire.predict.expectation import Expectation
-from thinwire.predict.sources import Context, Source, register_source, sources
+from thinwire.predict.expectation import Guess
+from thinwire.predict.expectations import Expectations, Part, as_vectors
+from thinwire.predict.fit import Fit
+from thinwire.predict.sources import By, Context, Source, register_source, sources
 from thinwire.predict.table import Table
+from thinwire.predict.tables import Tables
 
 __all__ = [
+    "By",
     "Context",
-    "Expectation",
+    "Expectations",
+    "Fit",
+    "Guess",
     "Map",
+    "Part",
     "Source",
     "Table",
+    "Tables",
+    "as_vectors",
     "on_grid",
     "register_source",
     "sources",

@@ -50,6 +50,26 @@ class Map:
     codes: Tensor
     exponents: Tensor
 
+    @staticmethod
+    def nbytes(inputs: int, outputs: int) -> int:
+        """Bytes of ``payload``."""
+        return outputs * (1 + inputs)
+
+    @property
+    def payload(self) -> Tensor:
+        """Its exponents and its codes, row by row, uint8."""
+        return torch.cat([self.exponents, self.codes.flatten()]).view(torch.uint8)
+
+    @classmethod
+    def parsed(cls, payload: Tensor, inputs: int, outputs: int) -> Map:
+        """What ``payload`` is of. Raises ValueError where it is none of this size."""
+        if payload.numel() != cls.nbytes(inputs, outputs):
+            raise ValueError(f"{payload.numel()} bytes, a map of {inputs} to {outputs} has others")
+        exponents, codes = payload.view(torch.int8).clone().split([outputs, inputs * outputs])
+        if int(codes.min()) < -_MOST or int(exponents.abs().max()) > _MOST_POWER:
+            raise ValueError("a map with coefficients that are none")
+        return cls(codes.view(inputs, outputs), exponents)
+
     @classmethod
     def of(cls, weights: Tensor) -> Map:
         """The nearest to ``weights`` [inputs, outputs]."""

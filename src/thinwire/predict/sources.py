@@ -1,12 +1,14 @@
-"""What both ends of a link know of a position beside its value: an id, by which tables are read.
+"""What both ends of a link know of a position beside its value: ids, by which tables are read, and
+vectors, from which maps lead.
 
-A source names what it takes of the step's ``context``, and makes of it an id for each position of
-each row. Positions are the second dimension of a tensor [rows, positions, width], or the pixels
-of one [rows, channels, height, width].
+A source of ids names what it takes of the step's ``context``, and makes of it an id for each
+position of each row. Positions are the second dimension of a tensor [rows, positions, width], or
+the pixels of one [rows, channels, height, width].
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
@@ -16,6 +18,12 @@ from torch import Tensor
 from thinwire.errors import SpecError
 
 Context = Mapping[str, Tensor]
+
+#: What a map leads from: of a change, the reference that it belongs to; of a gradient, the
+#: activation that it belongs to, as both ends have it.
+DRIFT, ACTIVATION = "drift", "activation"
+_VECTORS = (DRIFT, ACTIVATION)
+OFF = "off"
 
 
 class Source(ABC):
@@ -36,22 +44,43 @@ def register_source(name: str) -> Callable[[type[Source]], type[Source]]:
     """Class decorator that makes a source reachable by ``name`` in ``by=name+…``."""
 
     def add(cls: type[Source]) -> type[Source]:
+        if name in (OFF, *_VECTORS):
+            raise ValueError(f"{name!r} is the name of another source")
         _SOURCES[name] = cls()
         return cls
 
     return add
 
 
-def sources(text: str) -> tuple[Source, ...]:
-    """The sources that ``text`` names, as ``target+token``. Raises SpecError."""
-    found = []
-    for name in text.split("+"):
-        if name not in _SOURCES:
-            raise SpecError(
-                f"nothing is predicted by {name!r}; known: {', '.join(sorted(_SOURCES))}"
-            )
-        found.append(_SOURCES[name])
-    return tuple(found)
+@dataclasses.dataclass(frozen=True)
+class By:
+    """What a scheme predicts by: sources of ids, the most telling first, and of vectors."""
+
+    ids: tuple[Source, ...] = ()
+    vectors: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.vectors)
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The names of the tensors of ``context`` that it needs."""
+        return frozenset(name for source in self.ids for name in source.takes)
+
+
+def sources(text: str) -> By:
+    """The sources that ``text`` names, as ``target+token``; ``off``: none. Raises SpecError."""
+    names = text.split("+")
+    if names == [OFF]:
+        return By()
+    for name in names:
+        if name not in _SOURCES and name not in _VECTORS:
+            known = ", ".join([*sorted([*_SOURCES, *_VECTORS]), OFF])
+            raise SpecError(f"nothing is predicted by {name!r}; known: {known}")
+        if names.count(name) > 1:
+            raise SpecError(f"predicted by {name!r} once is enough: by={text}")
+    vectors = frozenset(names) & frozenset(_VECTORS)
+    return By(tuple(_SOURCES[name] for name in names if name not in vectors), vectors)
 
 
 def _spread(ids: Tensor, positions: int) -> Tensor:

@@ -8,6 +8,7 @@ one tensor of one directed link. Both ends call ``begin_step`` with the same vis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from thinwire.codecs.base import unfit_value
 from thinwire.codecs.topk import TopK
 from thinwire.errors import FrameError, SpecError
 from thinwire.frame import Kind, Section
+from thinwire.predict import Expectations
 from thinwire.spec import Named
 from thinwire.store import ReferenceStore
 
@@ -140,6 +142,13 @@ class End(ABC):  # noqa: B024  its two roles are abstract
     #: Where the link that goes the other way takes its masks from, by micro-batch; None: it has no
     #: use for them. Bool [rows, n]: which values a message has transmitted.
     supports: dict[int, Tensor] | None = None
+    #: What both ends expect of the tensor, where they do.
+    learned: Expectations | None = None
+    #: The same tensor's end of the link that goes forward, here, where this one wants to know what
+    #: travelled there.
+    activations: End | None = None
+    #: Whether ``transmitted`` will be asked for.
+    keeps: bool = False
 
     def begin_step(  # noqa: B027  stateless by default
         self, visits: Sequence[Visit], dense: bool = False
@@ -168,6 +177,11 @@ class End(ABC):  # noqa: B024  its two roles are abstract
                 section.payload, section.shape, section.dtype, rows, visit.valid
             )
 
+    def transmitted(self, microbatch: int, width: int) -> Tensor | None:
+        """What both ends hold of a micro-batch that travelled in this step, float32 [rows, width];
+        None where they hold nothing, or not all of it."""
+        return None
+
     def remembers(self, microbatch: int) -> bool:
         """Whether both ends hold a reference of each row of a micro-batch of the step."""
         return False
@@ -193,6 +207,12 @@ class Sender(End):
     #: Whether ``encode`` is to leave in ``sent`` what the receiver will have of its tensor.
     measuring: bool = False
     sent: Tensor | None = None
+
+    @functools.cached_property
+    def gained(self) -> list[tuple[Kind, float, float]]:
+        """Where that is measured: of values by kind, the energy to be coded without what both ends
+        expect, and with it."""
+        return []
 
     def as_it_is(self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None) -> Section:
         """``x`` in a dense step, as one section; raises NonFiniteError."""
@@ -263,6 +283,11 @@ class Scheme(Named):
         return frozenset()
 
     @property
+    def by_activations(self) -> bool:
+        """Whether its ends want to know what the link that goes forward has transmitted."""
+        return False
+
+    @property
     def recalls(self) -> bool:
         """Whether a receiver can give a sample's last value again."""
         return self.keyed is not None and self.needs_keys and self.keyed.shared
@@ -292,6 +317,10 @@ class Scheme(Named):
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         """The most payload bytes of a row of up to ``n`` values."""
+
+    def told_nbytes(self, shape: Sequence[int]) -> int:
+        """The most payload bytes beside the rows of a tensor of ``shape``."""
+        return 0
 
 
 def expect_sections(

@@ -16,17 +16,24 @@ has computed on at the last visit. On a visit with value x
 is no room, and evaluation, send a value in the ``first`` codec and leave m alone. Both ends add the
 same decoded payload with one addition a value, and keep the sum by the same function, so their
 copies are equal to the bit.
+
+With ``by`` both ends expect something of a value by what is known of its positions, and of a change
+by its reference too, as in ``predicted``: in each row that, times the gain that leaves least, is
+added to what is above, so that zero, the reference and the prediction are the same scheme.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from thinwire.codecs import Codec, codec
+from thinwire.predict import sources
+from thinwire.predict.sources import OFF
 from thinwire.schemes.base import Keyed, Receiver, Scheme, Sender, needs_alone
 from thinwire.schemes.closed_loop import Coding, LoopReceiver, LoopSender
 from thinwire.schemes.value import Value
@@ -40,7 +47,7 @@ FIRST_VISIT = codec("int8")
 @dataclasses.dataclass(frozen=True)
 class Delta(Scheme):
     """``change`` codes the later visits, ``first`` each sample's first, ``second`` the one after;
-    ``ref`` keeps what both ends remember."""
+    ``ref`` keeps what both ends remember; ``by`` predicts values and changes."""
 
     change: Codec
     first: Codec = FIRST_VISIT
@@ -49,11 +56,13 @@ class Delta(Scheme):
         metadata={"derive": operator.attrgetter("change")},
     )
     ref: Literal["fp32", "bf16", "int8", "int4"] = "int8"
+    by: str = OFF
 
     def __post_init__(self) -> None:
         if self.second is None:
             object.__setattr__(self, "second", self.change)  # type: ignore[unreachable]
         needs_alone("delta", *self._codecs)
+        sources(self.by)
 
     @property
     def _codecs(self) -> tuple[Codec, Codec, Codec]:
@@ -62,7 +71,15 @@ class Delta(Scheme):
     @property
     def _coding(self) -> Coding:
         change, first, second = self._codecs
-        return Coding(str(self), change, first, second, self.ref)
+        return Coding(str(self), change, first, second, self.ref, by=self.by)
+
+    @property
+    def by_activations(self) -> bool:
+        return self._coding.by_activations
+
+    @property
+    def takes(self) -> frozenset[str]:
+        return sources(self.by).takes
 
     @property
     def keyed(self) -> Keyed:
@@ -82,4 +99,7 @@ class Delta(Scheme):
         return Value(self.first)
 
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return max(c.most_row_nbytes(n, torch.float32) for c in self._codecs)
+        return self._coding.row_nbytes(n)
+
+    def told_nbytes(self, shape: Sequence[int]) -> int:
+        return self._coding.told_nbytes(shape)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from thinwire.codecs.base import within
 from thinwire.schemes.base import Visit, keys_digest
 
 
@@ -47,6 +48,13 @@ def seeds_at(visit: Visit, rows: Sequence[int]) -> Tensor:
     return visit.seeds if len(rows) == len(visit.lengths) else visit.seeds[list(rows)]
 
 
+def valid(x: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """``x`` [rows, n], zero beyond each row's length; None: all of it is there."""
+    if lengths is None:
+        return x
+    return x.masked_fill(~within(lengths, x.shape[1], x.device), 0.0)
+
+
 class Space:
     """The bytes that payloads are to lie in, end to end; none: each gets its own."""
 
@@ -58,3 +66,10 @@ class Space:
         if self.rest is not None:
             self.rest = self.rest[payload.numel() :]
         return payload
+
+    def put(self, payload: Tensor) -> Tensor:
+        """``payload`` goes to the start of what is the rest."""
+        if self.rest is not None:
+            self.rest[: payload.numel()] = payload
+            payload = self.rest[: payload.numel()]
+        return self.took(payload)

@@ -34,7 +34,9 @@ class Rows:
 class Moving(Protocol):
     """The end of a link whose references a message moves."""
 
-    store: ReferenceStore
+    @property
+    def references(self) -> ReferenceStore:
+        """What is remembered of rows."""
 
     def rows_like(self, form: Form) -> Rows:
         """Room for the references of a message of this form, which are to move."""
@@ -85,7 +87,7 @@ class Way:
 
 class _ForeseenVisit(Foreseen):
     def __init__(self, way: Way, end: Moving, keys: tuple[int, ...]) -> None:
-        known = state(keys_digest(keys), end.store.versions(keys))
+        known = state(keys_digest(keys), end.references.versions(keys))
         super().__init__(way.form, way.entry + known)
         self._way, self._end, self._keys = way, end, keys
 
@@ -95,8 +97,8 @@ class ForeseenChange(_ForeseenVisit):
 
     def __init__(self, way: Way, end: Moving, keys: tuple[int, ...]) -> None:
         super().__init__(way, end, keys)
-        self._held = end.store.held(keys)
-        self._before = Rows(way.form, end.store.rows(keys))
+        self._held = end.references.held(keys)
+        self._before = Rows(way.form, end.references.rows(keys))
 
     def encode(self, x: int, payload: Any) -> bool:
         before, after = self._before, self._end.rows_like(self.form)

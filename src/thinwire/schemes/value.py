@@ -26,6 +26,7 @@ from thinwire.schemes.base import (
     Visit,
     expect_sections,
 )
+from thinwire.schemes.rows import as_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +70,23 @@ class _ValueEnd(End):
         #: Whether values travel as they are in this step.
         self.dense = False
         self.measuring = False
+        self._transmitted: dict[int, Tensor] = {}
 
     def begin_step(self, visits: Sequence[Visit], dense: bool = False) -> None:
         self.dense = dense
+        self._transmitted.clear()
+
+    def transmitted(self, microbatch: int, width: int) -> Tensor | None:
+        return self._transmitted.get(microbatch)
+
+    def _keep(self, microbatch: int, y: Tensor) -> None:
+        if self.keeps:
+            self._transmitted[microbatch] = as_rows(y).to(torch.float32)
 
     def foresee(
         self, microbatch: int, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Foreseen | None:
-        if visit.padded or self.dense or self.measuring:
+        if visit.padded or self.dense or self.measuring or self.keeps:
             return None
         known = (len(visit.lengths), shape, dtype)
         if known not in self._foreseen:
@@ -115,14 +125,15 @@ class ValueSender(_ValueEnd, Sender):
         self, x: Tensor, microbatch: int, visit: Visit, out: Tensor | None = None
     ) -> list[Section]:
         if self.dense:
+            self._keep(microbatch, x)
             return [self.as_it_is(x, microbatch, visit, out)]
         payload = self._codec.encode(x, len(visit.lengths), visit.valid, visit.seeds, out)
         section = Section(Kind.VALUE, self._name, x.dtype, tuple(x.shape), payload)
         self.note_support(self._codec, section, microbatch, visit)
-        if self.measuring:
-            self.sent = self._codec.decode(
-                payload, x.shape, x.dtype, len(visit.lengths), visit.valid
-            )
+        if self.measuring or self.keeps:
+            y = self._codec.decode(payload, x.shape, x.dtype, len(visit.lengths), visit.valid)
+            self.sent = y if self.measuring else None
+            self._keep(microbatch, y)
         return [section]
 
 
@@ -139,4 +150,5 @@ class ValueReceiver(_ValueEnd, Receiver):
             raise FrameError(f"coded as {section.codec!r}, this end expects {coder}")
         y = coder.decode(section.payload, shape, section.dtype, rows, visit.valid)
         self.note_support(coder, section, microbatch, visit)
+        self._keep(microbatch, y)
         return y

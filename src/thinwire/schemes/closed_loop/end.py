@@ -1,7 +1,8 @@
-"""What the two ends of a closed loop have in common: the references, and how they move."""
+"""What the two ends of a closed loop have in common: references, and what both expect."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,25 +12,34 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.codecs.keeping import KEEPINGS
 from thinwire.frame import Kind
-from thinwire.schemes.base import RAW, Foreseen, Form, Visit
+from thinwire.predict import Part
+from thinwire.schemes.base import RAW, End, Foreseen, Form, Visit
+from thinwire.schemes.closed_loop.against import Foundation
 from thinwire.schemes.closed_loop.coding import CHANGES, KIND_OF, KINDS, Coding, least_share
-from thinwire.schemes.rows import keys_of
+from thinwire.schemes.rows import keys_of, lengths_at, rows_at
 from thinwire.schemes.short import ForeseenChange, ForeseenFirst, Rows, Way
 from thinwire.store import Held, ReferenceStore
 
 _DENSE = (Kind.VALUE, Kind.DENSE)
+_LEARNED = "learned."
 
 
-class LoopEnd:
-    """What both ends share: the references, the step's plan, and how they move.
+class LoopEnd(End):
+    """What both ends share: the references, the step's plan, and how they move; and what both
+    expect, which learns once the step counts.
 
     New references are made beside the old ones, and put in their place once the whole tensor is
     coded: an error leaves no trace, and what was replaced is room for the next.
     """
 
+    #: Whether this end finds what both are to expect.
+    fits = False
+
     def __init__(self, coding: Coding) -> None:
-        self.coding, self.keeping = coding, KEEPINGS[coding.ref]
-        self.store = ReferenceStore(self.keeping)
+        self.coding, self.keeping = coding, KEEPINGS[coding.ref or "fp32"]
+        self.store = None if coding.ref is None else ReferenceStore(self.keeping)
+        self.learned = coding.expectations(self.fits)
+        self._values: dict[int, Tensor] = {}  # that were transmitted, without a store
         self._plan: list[list[Kind]] = []
         self._spare: dict[int, list[Tensor]] = {}  # by length
         self._visits: tuple[Visit, ...] = ()
@@ -48,34 +58,57 @@ class LoopEnd:
         return str(RAW) if kind in self._raw else self._names[kind]
 
     @property
+    def references(self) -> ReferenceStore:
+        """What is remembered of rows, by a scheme that remembers."""
+        assert self.store is not None
+        return self.store
+
+    def keys_of(self, visit: Visit) -> tuple[int, ...]:
+        """What tells the rows of a visit apart: their places, where nothing is remembered."""
+        return keys_of(visit) if self.store is not None else tuple(range(len(visit.lengths)))
+
+    @property
     def _raw(self) -> tuple[Kind, ...]:
         return _DENSE if self._dense else ()
 
     def begin_step(self, visits: Sequence[Visit], dense: bool = False) -> None:
+        if self.store is None:
+            self._plan = [[Kind.DENSE if dense else Kind.VALUE] * len(v.lengths) for v in visits]
+        else:
+            self._plan_visits(self.store, visits, dense)
+        if self.learned is not None:
+            self.learned.begin()
+        self._dense = dense
+        self._visits = tuple(visits)
+        self._values.clear()
+
+    def _plan_visits(self, store: ReferenceStore, visits: Sequence[Visit], dense: bool) -> None:
         microbatches = [(keys_of(v), v.lengths) for v in visits]
-        plan = self.store.plan(microbatches)
-        self.store.begin(microbatches, plan)
+        plan = store.plan(microbatches)
+        store.begin(microbatches, plan)
         self._plan = [[KIND_OF[mode] for mode in modes] for modes in plan.visits]
         if self.coding.second != self.coding.change:
             self._mark_seconds(visits)
         if self._repaired:
             self._mark_repairs(visits)
-        self._dense = dense
         if dense:
             self._plan = [[k if k == Kind.VALUE else Kind.DENSE for k in ks] for ks in self._plan]
-        self._visits = tuple(visits)
+
+    def end_step(self) -> None:
+        if self.learned is not None:
+            self.learned.settle()
 
     def remembers(self, microbatch: int) -> bool:
         kinds = self._plan[microbatch]
         return bool(kinds) and all(kind in CHANGES for kind in kinds)
 
     def repair(self, keys: Sequence[int]) -> None:
-        self.store.drop(keys)
+        self.references.drop(keys)
         self._repaired.update(keys)
 
     def _mark_seconds(self, visits: Sequence[Visit]) -> None:
         for kinds, visit in zip(self._plan, visits, strict=True):
-            for row, version in enumerate(self.store.versions(keys_of(visit))):
+            for row, version in enumerate(self.references.versions(keys_of(visit))):
                 if kinds[row] == Kind.CHANGE and version == 1:
                     kinds[row] = Kind.SECOND
 
@@ -91,6 +124,8 @@ class LoopEnd:
     ) -> Foreseen | None:
         kinds = self._plan[microbatch]
         if visit.padded or self.measuring or not kinds or kinds.count(kinds[0]) < len(kinds):
+            return None
+        if self.learned is not None:
             return None
         make = _SHORT.get(kinds[0])
         if make is None:
@@ -112,8 +147,8 @@ class LoopEnd:
         kinds = list(self._plan[microbatch])
         if visit is self._visits[microbatch]:
             return kinds
-        held = self.store.lengths
-        for row, (key, n) in enumerate(zip(keys_of(visit), visit.lengths, strict=True)):
+        held = self.references.lengths if self.store is not None else {}
+        for row, (key, n) in enumerate(zip(self.keys_of(visit), visit.lengths, strict=True)):
             if kinds[row] in CHANGES and held.get(key) != n:
                 kinds[row] = Kind.FIRST
         return kinds
@@ -141,7 +176,7 @@ class LoopEnd:
 
     def put(self, keys: Sequence[int], rows: Sequence[Tensor], values: Sequence[int]) -> None:
         """The references of ``keys`` are ``rows`` from now on."""
-        for old in self.store.put(keys, rows, values):
+        for old in self.references.put(keys, rows, values):
             spare = self._spare.setdefault(old.numel(), [])
             if len(spare) < len(rows):  # more is never asked for at once
                 spare.append(old)
@@ -156,7 +191,7 @@ class LoopEnd:
     ) -> None:
         """A section is through: its ``rows`` of the visit leave ``references``, if any."""
         if kind == Kind.SAME:
-            self.store.touch(keys)
+            self.references.touch(keys)
         elif references is not None:
             self.put(keys, references, [visit.lengths[r] for r in rows])
 
@@ -168,14 +203,84 @@ class LoopEnd:
             return self.keeping.split(payload, lengths or [y.shape[1]] * len(y))
         return self.keeping.keep(y, lengths)
 
+    # What both ends expect.
+
+    def foundation(
+        self,
+        kind: Kind,
+        rows: Sequence[int],
+        keys: Sequence[int],
+        microbatch: int,
+        visit: Visit,
+        shape: tuple[int, ...],
+    ) -> Foundation | None:
+        """What both ends know of ``rows``, which travel as ``kind``, before they are decoded; None
+        where that is nothing, or their references alone."""
+        if self.learned is None or kind == Kind.SAME:
+            return None
+        lengths = lengths_at(visit, rows)
+        part = Part(microbatch, kind, rows, shape, visit.context, visit.scale, lengths)
+        if self._dense:
+            return Foundation(part, self.learned.without(part), None, None, False)
+        change, base = kind in CHANGES, None
+        if change:
+            width = math.prod(shape[1:])
+            base = self.keeping.read(self.references.rows(keys), lengths, width)
+        source = base if change else self._activations_of(microbatch, rows, shape)
+        guess = self.learned.guess(part, source, change)
+        return Foundation(part, guess, base, self.learned.rows(guess, part), change)
+
+    def _activations_of(
+        self, microbatch: int, rows: Sequence[int], shape: Sequence[int]
+    ) -> Tensor | None:
+        if self.activations is None:
+            return None
+        found = self.activations.transmitted(microbatch, math.prod(shape[1:]))
+        return None if found is None else rows_at(found, rows)
+
+    def learn(self, known: Foundation | None, y: Tensor | None) -> None:
+        """``y`` float32 [rows, n] was decoded of what was ``known``."""
+        if known is None or y is None:
+            return
+        assert self.learned is not None
+        if self.keeps and self.store is None:
+            self._values[known.part.microbatch] = y
+        if known.change:
+            assert known.base is not None
+            self.learned.note(known.part, known.guess, y - known.base, change=True)
+            if self.learned.follows:
+                self.learned.note(known.part, self.learned.without(known.part), y)
+        else:
+            self.learned.note(known.part, known.guess, y)
+
+    def transmitted(self, microbatch: int, width: int) -> Tensor | None:
+        if self.store is None:
+            return self._values.get(microbatch)
+        visit, kinds = self._visits[microbatch], self._plan[microbatch]
+        keys = keys_of(visit)
+        if Kind.VALUE in kinds or any(key not in self.store.lengths for key in keys):
+            return None
+        sizes = [self.store.lengths[key] for key in keys]
+        if sizes != list(visit.lengths):
+            return None
+        return self.keeping.read(self.store.rows(keys), visit.valid, width)
+
     def digest(self) -> int:
-        return self.store.digest()
+        known = 0 if self.learned is None else self.learned.digest()
+        return known if self.store is None else (known + self.store.digest()) % (1 << 64)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.store.state_dict()
+        state = {} if self.store is None else self.store.state_dict()
+        if self.learned is not None:
+            state |= {f"{_LEARNED}{name}": t for name, t in self.learned.state_dict().items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.store.load_state_dict(state)
+        if self.store is not None:
+            self.store.load_state_dict(state)
+        if self.learned is not None:
+            part = {k.removeprefix(_LEARNED): t for k, t in state.items() if k.startswith(_LEARNED)}
+            self.learned.load_state_dict(part)
 
 
 _SHORT: dict[Kind, type[ForeseenChange | ForeseenFirst]] = {

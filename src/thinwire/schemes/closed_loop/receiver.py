@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -12,10 +13,10 @@ from thinwire.codecs.base import saturated
 from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section
 from thinwire.schemes.base import Receiver, Visit, expect_sections
+from thinwire.schemes.closed_loop.against import Foundation, against
 from thinwire.schemes.closed_loop.coding import CHANGES, KINDS
 from thinwire.schemes.closed_loop.end import LoopEnd
 from thinwire.schemes.rows import digest_of, keys_at, keys_of, lengths_at
-from thinwire.store import ReferenceStore
 
 #: What a receiver may have planned of rows that come as these. That a first visit is a repair is
 #: known only to an end that has dropped the sample, which the other may never have had.
@@ -28,10 +29,10 @@ _PLANNED = {kind: (kind,) for kind in KINDS} | {
 
 
 class LoopReceiver(LoopEnd, Receiver):
-    store: ReferenceStore
-
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
-        keys = keys_of(visit)
+        keys = self.keys_of(visit)
+        told = [section for section in sections if section.kind == Kind.MAP]
+        sections = [section for section in sections if section.kind != Kind.MAP]
         shape = expect_sections(sections, KINDS, len(keys), "a delta-coded tensor")
         self._check(sections, self.kinds(microbatch, visit), visit)
         head = sections[0]
@@ -42,40 +43,82 @@ class LoopReceiver(LoopEnd, Receiver):
             rows = list(range(len(keys))) if section.rows is None else section.rows
             there = keys_at(keys, rows)
             y = result if section.rows is None else result.new_empty((len(rows), result.shape[1]))
+            known = self.foundation(section.kind, rows, there, microbatch, visit, shape)
             try:
-                moves.append((section.kind, there, rows, self._decode(section, there, visit, y)))
+                decoded = self._decode(section, there, rows, visit, known, y)
             except ValueError as error:
                 raise FrameError(f"a {section.kind.name} section: {error}") from None
+            moves.append((section.kind, there, rows, known, decoded))
             if section.rows is not None:
                 result[rows] = y
-        for kind, there, rows, references in moves:
-            self.settle(kind, there, references, rows, visit)
+        self._take(told, shape)
+        for kind, there, rows, known, decoded in moves:
+            self.settle(kind, there, decoded.references, rows, visit)
+            self.learn(known, decoded.y)
         return result.view(shape)
 
+    def _take(self, told: Sequence[Section], shape: tuple[int, ...]) -> None:
+        """Learn what both ends are to expect by from now on."""
+        for section in told:
+            if self.learned is None or section.rows != []:
+                raise FrameError("a map, of which this end has no use")
+            try:
+                self.learned.take(section.payload, shape)
+            except ValueError as error:
+                raise FrameError(str(error)) from None
+
     def _decode(
-        self, section: Section, keys: Sequence[int], visit: Visit, y: Tensor
-    ) -> list[Tensor] | None:
-        """The values of ``section`` into ``y`` [keys, n]; returns the references they leave."""
-        coder, count = self.coder(section.kind), len(keys)
-        lengths = lengths_at(visit, range(count) if section.rows is None else section.rows)
-        if section.kind in CHANGES:
-            before = self.store.rows(keys)
-            after = self.room(before)
-            coder.decode_change(section.payload, lengths, before, after, self.keeping, y)
-            return after
+        self,
+        section: Section,
+        keys: Sequence[int],
+        rows: Sequence[int],
+        visit: Visit,
+        known: Foundation | None,
+        y: Tensor,
+    ) -> _Decoded:
+        """The values of ``section`` into ``y`` [keys, n]."""
+        coder, payload, lengths = self.coder(section.kind), section.payload, lengths_at(visit, rows)
+        predicted = known is not None and known.expected is not None
+        if section.predicted != predicted:
+            ends = ("the other end", "this one") if section.predicted else ("this end", "the other")
+            raise ValueError("{} expects something of it, {} nothing".format(*ends))
         if section.kind == Kind.SAME:
-            if section.payload.numel():
-                raise ValueError(f"{section.payload.numel()} payload bytes where none belong")
+            if payload.numel():
+                raise ValueError(f"{payload.numel()} payload bytes where none belong")
             y.copy_(self._held(keys, lengths, y.shape[1], y.dtype))
-            return None
-        if section.kind == Kind.VALUE:
-            coder.decode(section.payload, y.shape, y.dtype, count, lengths, out=y)
-            return None
-        value = coder.decode(section.payload, y.shape, torch.float32, count, lengths)
+            return _Decoded()
+        if known is not None and (predicted or known.base is not None):
+            return self._decode_against(section, known, y)
+        if section.kind in CHANGES:
+            before = self.references.rows(keys)
+            after = self.room(before)
+            coder.decode_change(payload, lengths, before, after, self.keeping, y)
+            return _Decoded(after)
+        if section.kind == Kind.VALUE and self.learned is None:
+            coder.decode(payload, y.shape, y.dtype, len(keys), lengths, out=y)
+            return _Decoded()
+        value = coder.decode(payload, y.shape, torch.float32, len(keys), lengths)
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"codec {coder}: the payload holds values that are not finite")
         y.copy_(saturated(value, y.dtype))
-        return self.kept(coder, section.payload, value, lengths)
+        if section.kind == Kind.VALUE or self.store is None:
+            return _Decoded(None, value)
+        return _Decoded(self.kept(coder, payload, value, lengths), value)
+
+    def _decode_against(self, section: Section, known: Foundation, y: Tensor) -> _Decoded:
+        """What ``section`` says beyond what is ``known``."""
+        payload, steps, count = section.payload, None, len(y)
+        if section.predicted:
+            if len(payload) < count:
+                raise ValueError(f"{len(payload)} payload bytes, fewer than its {count} gains")
+            steps, payload = payload[:count], payload[count:]
+        there = against(known, steps)
+        assert there.y is not None
+        coder, lengths = self.coder(section.kind), known.part.lengths
+        coder.decode_change(payload, lengths, there.before, there.after, there.keeping, y)
+        if section.kind == Kind.VALUE or self.store is None:
+            return _Decoded(None, there.y)
+        return _Decoded(self.keeping.keep(there.y, lengths), there.y)
 
     def recall(self, visit: Visit, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         width = math.prod(shape[1:])
@@ -85,11 +128,11 @@ class LoopReceiver(LoopEnd, Receiver):
         self, keys: Sequence[int], lengths: Sequence[int] | None, width: int, dtype: torch.dtype
     ) -> Tensor:
         """The references of ``keys``, a copy [keys, width] within the range of ``dtype``."""
-        return saturated(self.keeping.read(self.store.rows(keys), lengths, width), dtype)
+        return saturated(self.keeping.read(self.references.rows(keys), lengths, width), dtype)
 
     def _check(self, sections: list[Section], planned: list[Kind], visit: Visit) -> None:
         """Refuse sections coded against another state, before anything is touched."""
-        keys = keys_of(visit)
+        keys = self.keys_of(visit)
         for section in sections:
             rows = range(len(keys)) if section.rows is None else section.rows
             there = keys_at(keys, rows)
@@ -101,9 +144,13 @@ class LoopReceiver(LoopEnd, Receiver):
                 )
             if section.kind == Kind.VALUE:
                 continue
+            if self.store is None:
+                if any(planned[r] != section.kind for r in rows):
+                    raise FrameError(f"{section.kind.name} where a value belongs")
+                continue
             if section.keys != digest_of(visit, there):
                 raise FrameError("the two ends hold different sample ids for this micro-batch")
-            held = self.store.versions(there)
+            held = self.references.versions(there)
             if section.versions != held or any(planned[r] not in fitting for r in rows):
                 sent = section.versions or [-1] * len(there)
                 k = next((k for k, v in enumerate(sent) if v != held[k]), 0)
@@ -111,3 +158,11 @@ class LoopReceiver(LoopEnd, Receiver):
                     f"sample {there[k]}: sent as {section.kind.name} against version {sent[k]} of "
                     f"its reference, this end holds version {held[k]}"
                 )
+
+
+@dataclasses.dataclass
+class _Decoded:
+    """The references that a section leaves, if any, and its values float32 [rows, n], if known."""
+
+    references: list[Tensor] | None = None
+    y: Tensor | None = None

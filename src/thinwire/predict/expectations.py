@@ -1,0 +1,227 @@
+"""What an end of a link expects of one tensor: of its values, and of their changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from thinwire.codecs.base import within
+from thinwire.predict.exact import Map
+from thinwire.predict.expectation import Expectation, Guess, part_of
+from thinwire.predict.sources import ACTIVATION, DRIFT, By, Context
+
+_MOST_IDS = 1 << 17
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some rows of a micro-batch's tensor of ``shape``: all that both ends know of them.
+
+    ``lengths``: values of each that travel, None: all. ``scale``: by what the step multiplies
+    values. ``order``: of several parts of a micro-batch.
+    """
+
+    microbatch: int
+    order: int
+    rows: Sequence[int]
+    shape: tuple[int, ...]
+    context: Context
+    scale: float
+    lengths: Sequence[int] | None
+
+
+class Expectations:
+    """``changes``: whether there are any. ``fits``: whether maps are found at this end."""
+
+    def __init__(self, by: By, changes: bool, fits: bool) -> None:
+        self._by = by
+        count, drifts = len(by.ids), changes and DRIFT in by.vectors
+        self._all: dict[str, Expectation] = {}
+        #: Of the activations that gradients are predicted by.
+        self._activations: Expectation | None = None
+        if ACTIVATION in by.vectors:
+            self._activations = self._all["activations"] = Expectation(count, None, False)
+        centre = None if self._activations is None else self._activations.tables
+        self.values = self._all["values"] = Expectation(count, centre, fits)
+        self.changes: Expectation | None = None
+        if changes:
+            centre = self.values.tables if drifts else None
+            self.changes = self._all["changes"] = Expectation(count, centre, fits)
+        #: Whether values are learned at visits that send a change too: a map needs their means.
+        self.follows = drifts
+        self._ids: dict[int, list[Tensor]] = {}
+
+    def begin(self) -> None:
+        """A step begins: what the last one has shown is gone, unless it counted."""
+        self._ids.clear()
+        for one in self._all.values():
+            one.begin()
+
+    def guess(self, part: Part, source: Tensor | None, change: bool = False) -> Guess:
+        """What to expect of a part's values, or of their changes. ``source``: what a map leads
+        from, float32 [rows, n], if there is anything."""
+        vectors = None if source is None else as_vectors(source, part.shape)
+        ids = self._ids_of(part)
+        if change:
+            assert self.changes is not None
+            return self.changes.guess(ids, vectors)
+        if self._activations is not None and vectors is not None:
+            place = part.microbatch, part.order
+            self._activations.note(place, Guess(ids, None, None), vectors, _travelling(part))
+        return self.values.guess(ids, vectors)
+
+    def without(self, part: Part) -> Guess:
+        """Nothing: for values that are noted, and not predicted."""
+        return Guess(self._ids_of(part), None, None)
+
+    def rows(self, guess: Guess, part: Part) -> Tensor | None:
+        """What ``guess`` says, float32 [rows, n], zero beyond each row's length."""
+        if guess.values is None or guess.values.shape[1] != _form(part.shape)[2]:
+            return None
+        scaled = guess.values if part.scale == 1.0 else guess.values * part.scale
+        found = _as_rows(scaled, len(part.rows), part.shape)
+        if part.lengths is not None:
+            found = found.masked_fill(~within(part.lengths, found.shape[1], found.device), 0.0)
+        return found
+
+    def note(self, part: Part, guess: Guess, y: Tensor, change: bool = False) -> None:
+        """``y`` float32 [rows, n] came of what ``guess`` was made for."""
+        vectors = as_vectors(y, part.shape)
+        if part.scale != 1.0:
+            vectors = vectors * (1.0 / part.scale)
+        target = self.changes if change else self.values
+        assert target is not None
+        target.note((part.microbatch, part.order), guess, vectors, _travelling(part))
+
+    def settle(self) -> None:
+        """The step counts: learn from it."""
+        for one in self._all.values():
+            one.settle()
+
+    def _ids_of(self, part: Part) -> list[Tensor]:
+        """The ids of each source [positions of the rows], from 0 on: 0 stands for none."""
+        everyone = self._ids.get(part.microbatch)
+        rows, positions, _ = _form(part.shape)
+        if everyone is None:
+            found = [source.ids(part.context, rows, positions) for source in self._by.ids]
+            everyone = [(ids.clamp(min=-1) + 1) % _MOST_IDS for ids in found]
+            self._ids[part.microbatch] = everyone
+        if len(part.rows) == rows:
+            return [ids.flatten() for ids in everyone]
+        return [ids[list(part.rows)].flatten() for ids in everyone]
+
+    # Maps, which travel.
+
+    def sent(self, nbytes: int, change: bool) -> None:
+        """So many bytes were sent of values or changes."""
+        target = self.changes if change else self.values
+        if target is not None and target.fit is not None:
+            target.fit.sent(nbytes)
+
+    def offers(self) -> list[Tensor]:
+        """What the other end is to be told in this step: payloads, uint8."""
+        found = []
+        for number, one in enumerate(self._all.values()):
+            if one.found is not None and one.passed is None:
+                one.passed = one.found
+                number_of = torch.tensor([number], dtype=torch.uint8, device=one.found.codes.device)
+                found.append(torch.cat([number_of, one.found.payload]))
+        return found
+
+    def take(self, payload: Tensor, shape: Sequence[int]) -> None:
+        """What the other end has told. Raises ValueError where it does not fit."""
+        everyone = list(self._all.values())
+        number = int(payload[0]) if len(payload) else len(everyone)
+        if number >= len(everyone) or everyone[number].centre is None:
+            raise ValueError("a map of something that is expected without one")
+        width = _form(shape)[2]
+        everyone[number].passed = Map.parsed(payload[1:], width, width)
+
+    def most_told(self, shape: Sequence[int]) -> int:
+        """The most bytes of ``offers`` for tensors of ``shape``."""
+        width = _form(shape)[2]
+        mapped = sum(one.centre is not None for one in self._all.values())
+        return mapped * (1 + Map.nbytes(width, width))
+
+    # The same at both ends, and after a break.
+
+    def digest(self) -> int:
+        """A hash of all that both ends hold alike."""
+        seen = xxhash.xxh3_64()
+        for name, tensor in sorted(self._shared().items()):
+            seen.update(name.encode())
+            seen.update(tensor.cpu().contiguous().numpy().tobytes())
+        return seen.intdigest()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._ids.clear()
+        for one in self._all.values():
+            one.forget()
+
+    def _shared(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": tensor
+            for name, one in self._all.items()
+            for key, tensor in one.shared_state().items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What ``load_state_dict`` restores, between two steps."""
+        return {
+            f"{name}.{key}": tensor
+            for name, one in self._all.items()
+            for key, tensor in one.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where it is another's, and begins anew."""
+        self.forget()
+        if not state:
+            return
+        try:
+            for name, one in self._all.items():
+                one.load_state_dict(part_of(state, name))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self.forget()
+            raise ValueError(f"the saved tables are of other sources: {error}") from None
+
+
+def _travelling(part: Part) -> Tensor | None:
+    """The indices of a part's positions that travel; None: all."""
+    if part.lengths is None:
+        return None
+    _, positions, width = _form(part.shape)
+    ends = [size // width for size in part.lengths]
+    return within(ends, positions, torch.device("cpu")).flatten().nonzero()[:, 0]
+
+
+def _form(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Rows, positions and width of a tensor: [rows, positions, width], [rows, channels, height,
+    width], or [rows, width]."""
+    if len(shape) == 4:
+        return shape[0], shape[2] * shape[3], shape[1]
+    if len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return shape[0], math.prod(shape[1:-1]), shape[-1]
+
+
+def as_vectors(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """[some rows, values] of a tensor of ``shape`` as [rows * positions, width]."""
+    _, positions, width = _form(shape)
+    if len(shape) == 4:
+        return y.view(len(y), width, positions).transpose(1, 2).reshape(-1, width)
+    return y.reshape(len(y) * positions, width)
+
+
+def _as_rows(vectors: Tensor, rows: int, shape: Sequence[int]) -> Tensor:
+    """The reverse."""
+    _, positions, width = _form(shape)
+    if len(shape) == 4:
+        return vectors.view(rows, positions, width).transpose(1, 2).reshape(rows, -1)
+    return vectors.reshape(rows, -1)
