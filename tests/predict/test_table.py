@@ -8,6 +8,10 @@ import torch
 from thinwire.predict import Table
 
 
+def learn(table: Table, ids: torch.Tensor, x: torch.Tensor) -> None:
+    table.learn(ids, x.contiguous(), x.abs().amax(1))
+
+
 def data(n: int, size: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(size, (n,), generator=generator)
@@ -18,11 +22,10 @@ def data(n: int, size: int, width: int, seed: int = 0) -> tuple[torch.Tensor, to
 def test_a_table_finds_the_mean_of_each_id() -> None:
     ids, x = data(20_000, 10, 6)
     table = Table(10, 6)
-    assert not table(ids).any()
-    table.learn(ids, x)
+    assert not table.values.any()
+    learn(table, ids, x)
     means = torch.stack([x[ids == k].mean(0) for k in range(10)])
     assert torch.allclose(table.values, means, atol=5e-3)
-    assert torch.equal(table(ids[:5]), table.values[ids[:5]])
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e6])
@@ -31,8 +34,8 @@ def test_the_order_does_not_matter(scale: float) -> None:
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(5))
     one, other = Table(7, 5), Table(7, 5)
     for step in range(4):
-        one.learn(ids, scale * x * (step + 1))
-        other.learn(ids[order], scale * x[order] * (step + 1))
+        learn(one, ids, scale * x * (step + 1))
+        learn(other, ids[order], scale * x[order] * (step + 1))
         assert torch.equal(one.values, other.values)
 
 
@@ -40,9 +43,9 @@ def test_what_was_seen_late_outweighs_what_was_seen_long_ago() -> None:
     table = Table(1, 1)
     ids = torch.zeros(1000, dtype=torch.int64)
     for _ in range(10):
-        table.learn(ids, torch.ones(1000, 1))
+        learn(table, ids, torch.ones(1000, 1))
     for _ in range(5):
-        table.learn(ids, -torch.ones(1000, 1))
+        learn(table, ids, -torch.ones(1000, 1))
     assert table.values.item() < -0.9
 
 
@@ -51,7 +54,7 @@ def test_values_may_become_much_larger_or_smaller() -> None:
     x = torch.randn(100, 3, generator=torch.Generator().manual_seed(2)) + torch.tensor([3.0, -2, 1])
     for factor in (1.0, 1e-4, 1e5, 0.0, 1e-3):
         for _ in range(400):
-            table.learn(ids, factor * x)
+            learn(table, ids, factor * x)
         means = torch.stack([factor * x[ids == k].mean(0) for k in range(2)])
         assert torch.allclose(table.values, means, atol=0.05 * factor + 1e-7, rtol=0.05)
 
@@ -59,16 +62,16 @@ def test_values_may_become_much_larger_or_smaller() -> None:
 def test_a_table_goes_on_from_its_state() -> None:
     ids, x = data(500, 6, 4)
     one = Table(6, 4)
-    one.learn(ids, x)
+    learn(one, ids, x)
     other = Table(6, 4)
     other.load_state_dict({k: v.clone() for k, v in one.state_dict().items()})
     for table in (one, other):
-        table.learn(ids, 2 * x)
+        learn(table, ids, 2 * x)
     assert torch.equal(one.values, other.values)
     empty = Table(6, 4)
     empty.load_state_dict(Table(6, 4).state_dict())
     assert not empty.values.any()
     with pytest.raises(ValueError, match="another size"):
         Table(6, 5).load_state_dict(one.state_dict())
-    one.learn(ids[:0], x[:0])
+    learn(one, ids[:0], x[:0])
     assert torch.equal(one.values, other.values)

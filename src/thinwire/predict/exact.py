@@ -9,38 +9,23 @@ to bfloat16 or TF32 first. Scales are powers of two, by which a product is exact
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
-_MOST = 127
+from thinwire.native.expect import centre, exponents_for, power_of_two
+from thinwire.predict.ops import ops
+
+_MOST, _MOST_POWER = 127, 100
 #: Products of two whole numbers up to 127 of which a sum stays below 2^24.
 _BLOCK = (1 << 24) // _MOST**2
-_LEAST_POWER, _MOST_POWER = -100, 100
-_NEARLY_TWO = 0x7E0000  # fraction bits of 127/64
-
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """2^exponents as float32, made of its bits; ``exponents`` int32 within -126 to 127."""
-    return ((exponents + 127) << 23).view(torch.float32)
-
-
-def exponents_for(largest: Tensor, most: int = 7) -> Tensor:
-    """The least int32 k with ``largest`` <= (2^most - 1) 2^k nearly, by the bits of ``largest``.
-
-    ``largest`` float32, finite, not below zero; k stays within -100 and 100.
-    """
-    bits = largest.contiguous().view(torch.int32)
-    exponents = (bits >> 23) - 126 - most + ((bits & 0x7FFFFF) > _NEARLY_TWO).to(torch.int32)
-    return exponents.clamp(_LEAST_POWER, _MOST_POWER)
 
 
 def on_grid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors ``x`` [n, d] float32 as whole numbers from -127 to 127, float32 [n, d], each times
-    a power of two, float32 [n, 1]."""
-    exponents = exponents_for(x.abs().amax(1, keepdim=True))
-    codes = (x * power_of_two(-exponents)).round_().clamp_(-_MOST, _MOST)
-    return codes, power_of_two(exponents)
+    a power of two, float32 [n]."""
+    return centre([], [], x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +51,8 @@ class Map:
         if payload.numel() != cls.nbytes(inputs, outputs):
             raise ValueError(f"{payload.numel()} bytes, a map of {inputs} to {outputs} has others")
         exponents, codes = payload.view(torch.int8).clone().split([outputs, inputs * outputs])
-        if int(codes.min()) < -_MOST or int(exponents.abs().max()) > _MOST_POWER:
+        beyond = exponents.to(torch.int32).abs() > _MOST_POWER
+        if bool(beyond.any()) or bool((codes < -_MOST).any()):
             raise ValueError("a map with coefficients that are none")
         return cls(codes.view(inputs, outputs), exponents)
 
@@ -78,15 +64,26 @@ class Map:
         exponents = exponents_for(columns.abs().amax(1))
         return cls(codes.T.contiguous().to(torch.int8), exponents.to(torch.int8))
 
-    def __call__(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The images of ``codes * scales``, as ``on_grid`` gives them, float32 [n, outputs].
+    @functools.cached_property
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """The same as float32: codes, and powers of two."""
+        return self.codes.to(torch.float32), power_of_two(self.exponents.to(torch.int32))
 
-        Exact but for one rounding where there are more than 1,040 inputs.
-        """
-        weights = self.codes.to(torch.float32)
+    def add_to(self, y: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Add the images of ``codes`` times ``scales``, as ``on_grid`` gives them, to ``y`` float32
+        [n, outputs]. Exact before the sum, but for one rounding where there are more than 1,040
+        inputs."""
+        weights, powers = self._factors
         total = codes[:, :_BLOCK] @ weights[:_BLOCK]
-        for at in range(_BLOCK, len(weights), _BLOCK):
-            part = codes[:, at : at + _BLOCK] @ weights[at : at + _BLOCK]
-            total = total.double() + part.double()
-        total = total * scales * power_of_two(self.exponents.to(torch.int32))
-        return total.to(torch.float32)
+        if len(weights) > _BLOCK:
+            wide = total.double()
+            for at in range(_BLOCK, len(weights), _BLOCK):
+                wide += codes[:, at : at + _BLOCK] @ weights[at : at + _BLOCK]
+            total = wide.to(torch.float32)
+        ops(y).add(y, total, scales, powers)
+
+    def __call__(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The images of ``codes`` times ``scales``, float32 [n, outputs]."""
+        y = codes.new_zeros(len(codes), self.codes.shape[1])
+        self.add_to(y, codes, scales)
+        return y

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.predict.exact import Map, on_grid
+from thinwire.predict.exact import Map
 from thinwire.predict.fit import SAMPLED, Fit
+from thinwire.predict.lessons import Lessons
+from thinwire.predict.ops import ops
 from thinwire.predict.tables import Tables
 
 _FAR, _ORDINARY = 8.0, 0.95  # times the magnitude that this share of the positions stays below
@@ -23,19 +25,22 @@ _FAR, _ORDINARY = 8.0, 0.95  # times the magnitude that this share of the positi
 
 @dataclasses.dataclass
 class Guess:
-    """What is expected of positions, float32 [n, width]; None: nothing. ``ids`` [n] each and
-    ``source`` [n, inputs] are what it is made of."""
+    """What is expected of positions with ``ids`` [n] each, float32 [n, width]; None: nothing.
+    ``shown``: what a map leads from at ``every`` so manieth of them, to which it is fitted."""
 
     ids: list[Tensor]
-    source: Tensor | None
-    values: Tensor | None
+    values: Tensor | None = None
+    shown: Tensor | None = None
+    every: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lesson:
+class _Sample:
+    """Some of a message's positions, with what a map leads from."""
+
     ids: list[Tensor]
     values: Tensor
-    source: Tensor | None
+    source: Tensor
 
 
 class Expectation:
@@ -51,58 +56,84 @@ class Expectation:
         self.found: Map | None = None
         #: A map that was sent or has arrived in this step.
         self.passed: Map | None = None
-        self._lessons: dict[tuple[int, int], _Lesson] = {}
+        self._lessons = Lessons(count)
+        self._samples: dict[tuple[int, int], _Sample] = {}
 
     def begin(self) -> None:
         """A step begins: what the last one has shown is gone, unless it counted."""
-        self._lessons.clear()
+        self._clear()
         self.passed = None
+
+    def _clear(self) -> None:
+        self._lessons.clear()
+        self._samples.clear()
 
     def guess(self, ids: list[Tensor], source: Tensor | None) -> Guess:
         """What to expect at positions of these ``ids``; ``source``: the map's, float32."""
         values = self.tables(ids)
         if self.centre is None or source is None:
-            return Guess(ids, None, values)
-        mean = self.centre(ids)
-        codes, scales = on_grid(source if mean is None else source - mean)
+            return Guess(ids, values)
+        codes, scales = self.centre.centred(ids, source)
         if self._map is not None and self._map.codes.shape[0] == codes.shape[1]:
-            part = self._map(codes, scales)
-            values = part if values is None else values.add_(part)
-        return Guess(ids, codes.mul_(scales) if self.fit is not None else None, values)
+            if values is None:
+                values = self._map(codes, scales)
+            else:
+                self._map.add_to(values, codes, scales)
+        shown, every = None, 1
+        if self.fit is not None:
+            every = max(1, len(codes) // SAMPLED)
+            shown = codes[::every] * scales[::every, None]
+        return Guess(ids, values, shown, every)
 
-    def note(self, place: tuple[int, int], guess: Guess, y: Tensor, kept: Tensor | None) -> None:
-        """Values ``y`` [n, width] came where ``guess`` was expected, at this ``place`` of the step;
-        ``kept`` indexes those that travelled, None: all."""
-        ids, source = guess.ids, guess.source
+    def note(
+        self,
+        place: tuple[int, int],
+        guess: Guess,
+        y: Tensor,
+        base: Tensor | None = None,
+        factor: float = 1.0,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Where ``guess`` was expected y - base came, times ``factor``, [n, width], at this
+        ``place`` of the step; ``kept`` indexes the positions that travelled, None: all."""
+        ids = guess.ids
         if kept is not None:
             ids, y = [one[kept] for one in ids], y[kept]
-            source = None if source is None else source[kept]
-        self._lessons[place] = _Lesson(ids, y, source)
+            base = None if base is None else base[kept]
+        values = self._lessons.add(ids, y, base, factor)
+        if guess.shown is not None:
+            self._samples[place] = _sample(guess, ids, values, kept)
 
     def settle(self) -> None:
         """The step counts: learn from it."""
-        lessons = [self._lessons[place] for place in sorted(self._lessons)]
-        self._lessons.clear()
         if self.passed is not None:
             self._map, self.found = self.passed, None
-        if lessons:
-            self._learn(lessons)
+        if len(self._lessons):
+            self._learn(self._lessons.ids, self._lessons.values)
+        self._clear()
 
-    def _learn(self, lessons: Sequence[_Lesson]) -> None:
-        values = torch.cat([lesson.values for lesson in lessons])
-        parts = zip(*[lesson.ids for lesson in lessons], strict=True)
-        ids = [torch.cat(part) for part in parts]
-        near = _near(values)
+    def _learn(self, ids: list[Tensor], values: Tensor) -> None:
+        self._fit([self._samples[place] for place in sorted(self._samples)])
+        largest = ops(values).largest(values)
+        near = _near(largest)
         if near is not None:
-            ids, values = [one[near] for one in ids], values[near]
-        left = self.tables.learn(ids, values)
-        if self.fit is None or any(lesson.source is None for lesson in lessons):
+            ids, values, largest = [one[near] for one in ids], values[near], largest[near]
+        self.tables.learn(ids, values, largest)
+
+    def _fit(self, samples: Sequence[_Sample]) -> None:
+        """Fit the map to what the tables leave of ``samples``."""
+        if self.fit is None or not samples:
             return
-        source = torch.cat([lesson.source for lesson in lessons if lesson.source is not None])
+        ids = [torch.cat(part) for part in zip(*[one.ids for one in samples], strict=True)]
+        source = torch.cat([one.source for one in samples])
+        left = torch.cat([one.values for one in samples])
+        known = self.tables(ids)
+        if known is not None:
+            left = left - known
+        near = _near(ops(left).largest(left))
         if near is not None:
-            source = source[near]
-        every = max(1, len(source) // SAMPLED)
-        self.fit.add(source[::every], left[::every])
+            source, left = source[near], left[near]
+        self.fit.add(source, left)
         self.found = self.fit.due() or self.found
 
     def forget(self) -> None:
@@ -111,7 +142,7 @@ class Expectation:
         self._map = self.found = self.passed = None
         if self.fit is not None:
             self.fit.forget()
-        self._lessons.clear()
+        self._clear()
 
     def shared_state(self) -> dict[str, Tensor]:
         """What both ends hold alike."""
@@ -136,9 +167,21 @@ class Expectation:
         )
 
 
-def _near(values: Tensor) -> Tensor | None:
-    """The indices of vectors that are not far beyond the others; None: all."""
-    largest = values.abs().amax(1)
+def _sample(guess: Guess, ids: Sequence[Tensor], values: Tensor, kept: Tensor | None) -> _Sample:
+    """The positions that ``guess`` shows, those of them that are ``kept``, of which ``ids`` and
+    ``values`` are."""
+    shown = guess.shown
+    assert shown is not None
+    some = torch.arange(len(shown), device=values.device) * guess.every
+    if kept is not None:
+        there = torch.isin(some, kept)
+        some, shown = torch.searchsorted(kept, some[there]), shown[there]
+    return _Sample([one[some] for one in ids], values[some], shown)
+
+
+def _near(largest: Tensor) -> Tensor | None:
+    """The indices of vectors that are not far beyond the others; None: all. ``largest``: their
+    greatest magnitudes."""
     if not len(largest):
         return None
     ordinary = largest.kthvalue(max(1, math.ceil(_ORDINARY * len(largest)))).values

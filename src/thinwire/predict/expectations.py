@@ -15,7 +15,7 @@ from thinwire.predict.exact import Map
 from thinwire.predict.expectation import Expectation, Guess, part_of
 from thinwire.predict.sources import ACTIVATION, DRIFT, By, Context
 
-_MOST_IDS = 1 << 17
+_MOST_IDS = 1 << 17  # a power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Expectations:
             return self.changes.guess(ids, vectors)
         if self._activations is not None and vectors is not None:
             place = part.microbatch, part.order
-            self._activations.note(place, Guess(ids, None, None), vectors, _travelling(part))
+            self._activations.note(place, Guess(ids), vectors, kept=_travelling(part))
         return self.values.guess(ids, vectors)
 
     def without(self, part: Part) -> Guess:
         """Nothing: for values that are noted, and not predicted."""
-        return Guess(self._ids_of(part), None, None)
+        return Guess(self._ids_of(part))
 
     def rows(self, guess: Guess, part: Part) -> Tensor | None:
         """What ``guess`` says, float32 [rows, n], zero beyond each row's length."""
@@ -89,14 +89,16 @@ class Expectations:
             found = found.masked_fill(~within(part.lengths, found.shape[1], found.device), 0.0)
         return found
 
-    def note(self, part: Part, guess: Guess, y: Tensor, change: bool = False) -> None:
-        """``y`` float32 [rows, n] came of what ``guess`` was made for."""
+    def note(self, part: Part, guess: Guess, y: Tensor, base: Tensor | None = None) -> None:
+        """``y`` float32 [rows, n] came of what ``guess`` was made for: of values, or with ``base``
+        of their changes from it."""
         vectors = as_vectors(y, part.shape)
-        if part.scale != 1.0:
-            vectors = vectors * (1.0 / part.scale)
-        target = self.changes if change else self.values
-        assert target is not None
-        target.note((part.microbatch, part.order), guess, vectors, _travelling(part))
+        target, before = self.values, None
+        if base is not None:
+            assert self.changes is not None
+            target, before = self.changes, as_vectors(base, part.shape)
+        place, kept = (part.microbatch, part.order), _travelling(part)
+        target.note(place, guess, vectors, before, 1.0 / part.scale, kept)
 
     def settle(self) -> None:
         """The step counts: learn from it."""
@@ -109,7 +111,7 @@ class Expectations:
         rows, positions, _ = _form(part.shape)
         if everyone is None:
             found = [source.ids(part.context, rows, positions) for source in self._by.ids]
-            everyone = [(ids.clamp(min=-1) + 1) % _MOST_IDS for ids in found]
+            everyone = [(ids.clamp(min=-1) + 1) & (_MOST_IDS - 1) for ids in found]
             self._ids[part.microbatch] = everyone
         if len(part.rows) == rows:
             return [ids.flatten() for ids in everyone]

@@ -17,8 +17,8 @@ _MEMORY = 0.95  # of a step, when the next comes
 _RIDGE = 1e-3  # of the mean square of a source
 _FEWEST = 10  # steps between two maps
 _SHARE = 64  # a map is sent after so many times its bytes
-#: Positions of a step that are fitted to.
-SAMPLED = 512
+#: About as many positions of a message are fitted to.
+SAMPLED = 64
 
 
 class Fit:

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.predict.exact import exponents_for, power_of_two
+from thinwire.native.expect import exponents_for, means
+from thinwire.predict.ops import ops
 
 #: Values are counted in units of which the largest of the first step has up to 2^13.
 _UNITS = 13
 _FEWEST, _MOST_UNITS = 1 << 9, 1 << 15  # of the largest of a step, else the unit changes
-_CLAMP = 1 << 17
-#: What was seen counts as at most so many visits: later ones outweigh it.
-_MEMORY = 1 << 10
-_SHRINK = 1  # as if zero had been seen so often too
+#: So many vectors at once, that sums of them stay within 32 bits.
+_AT_ONCE = 1 << 13
 
 
 class Table:
@@ -34,32 +33,20 @@ class Table:
         #: float32 [size, width]
         self.values = torch.zeros((size, width), device=device)
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """The vectors of ``ids`` [n] int64, float32 [n, width]."""
-        return self.values[ids]
-
-    def learn(self, ids: Tensor, x: Tensor) -> None:
-        """Take in vectors ``x`` [n, width] float32, finite, which were seen with ``ids`` [n]."""
+    def learn(self, ids: Tensor, x: Tensor, largest: Tensor, rest: bool = False) -> Tensor | None:
+        """Take in vectors ``x`` [n, width] float32, finite and contiguous, which were seen with
+        ``ids`` [n] and whose greatest magnitudes are ``largest`` [n]. With ``rest``, ``x`` becomes
+        what the table had left of them, and the greatest magnitudes of that are returned."""
         if not len(ids):
-            return
-        self._settle_unit(x)
-        assert self._unit is not None
-        units = (
-            x * power_of_two(torch.tensor(-self._unit, dtype=torch.int32)).to(x.device)
-        ).round_()
-        units = units.clamp_(-_CLAMP, _CLAMP).to(torch.int32)
-        seen, places = torch.unique(ids, return_inverse=True)
-        sums = self._sums[seen].to(torch.int64)
-        sums.index_add_(0, places, units.to(torch.int64))
-        counts = self._counts[seen] + torch.bincount(places, minlength=len(seen)).to(torch.int32)
-        kept = counts.clamp(max=_MEMORY)
-        sums = torch.where(
-            (counts > _MEMORY)[:, None],
-            torch.div(sums * kept[:, None], counts[:, None], rounding_mode="trunc"),
-            sums,
-        )
-        self._sums[seen], self._counts[seen] = sums.to(torch.int32), kept
-        self._refresh(seen)
+            return largest
+        unit = self._settled_unit(largest.amax())
+        found = []
+        for each, some in zip(ids.split(_AT_ONCE), x.split(_AT_ONCE), strict=True):
+            state = self._sums, self._counts, self.values
+            most = ops(x).learn(*state, each, some, unit, rest)
+            if most is not None:
+                found.append(most)
+        return torch.cat(found) if found else None
 
     def grow(self, size: int) -> None:
         """Have room for more ids, which nothing was seen with."""
@@ -69,9 +56,9 @@ class Table:
         self.values = torch.cat([self.values, self.values.new_zeros(more, self.width)])
         self.size = size
 
-    def _settle_unit(self, x: Tensor) -> None:
-        """Choose the unit, or another one where values have become much larger or smaller."""
-        largest = x.abs().amax().cpu()
+    def _settled_unit(self, largest: Tensor) -> int:
+        """The unit, or another one where values have become much larger or smaller."""
+        largest = largest.cpu()
         fitting = int(exponents_for(largest, _UNITS))
         if self._unit is None:
             self._unit = fitting
@@ -80,29 +67,32 @@ class Table:
             shift = fitting - self._unit
             self._sums = self._sums >> shift if shift > 0 else _widened(self._sums, -shift)
             self._unit = fitting
-            self._refresh(torch.arange(self.size, device=self._sums.device))
+            self._refresh()
+        return self._unit
 
-    def _refresh(self, ids: Tensor) -> None:
-        """Divide anew: a division of float64, which is rounded alike everywhere."""
+    def _refresh(self) -> None:
         assert self._unit is not None
-        mean = self._sums[ids].double() / (self._counts[ids].double() + _SHRINK)[:, None]
-        self.values[ids] = (mean * 2.0**self._unit).to(torch.float32)
+        everyone = torch.arange(self.size, device=self._sums.device)
+        means(self._sums, self._counts, self.values, everyone, self._unit)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` restores."""
-        unit = torch.tensor(0 if self._unit is None else 1 + self._unit + 1000, dtype=torch.int64)
+        unit = torch.tensor([] if self._unit is None else [self._unit], dtype=torch.int64)
         return {"sums": self._sums, "counts": self._counts, "unit": unit}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError where it is another table's."""
         if state["sums"].shape != self._sums.shape or state["counts"].shape != self._counts.shape:
             raise ValueError("the saved table has another size")
-        self._sums, self._counts = state["sums"].clone(), state["counts"].clone()
-        unit = int(state["unit"])
-        self._unit = unit - 1001 if unit else None
+        sums, counts, units = state["sums"], state["counts"], state["unit"].tolist()
+        whole = sums.dtype == counts.dtype == torch.int32 and bool((counts >= 0).all())
+        if not whole or len(units) > 1 or not all(-100 <= unit <= 100 for unit in units):
+            raise ValueError("the saved table is none")
+        self._sums, self._counts = sums.clone(), counts.clone()
+        self._unit = units[0] if units else None
         self.values.zero_()
         if self._unit is not None:
-            self._refresh(torch.arange(self.size, device=self._sums.device))
+            self._refresh()
 
 
 def _widened(sums: Tensor, shift: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from thinwire.predict.ops import ops
 from thinwire.predict.table import Table
 
 
@@ -24,26 +25,26 @@ class Tables:
     def __call__(self, ids: Sequence[Tensor]) -> Tensor | None:
         """What they say of positions with ``ids`` [n] each, float32 [n, width]; None before
         anything was learned."""
-        total: Tensor | None = None
-        for table, each in zip(self._tables, ids, strict=bool(self._tables)):
-            seen = each.where(each < table.size, 0)
-            part = table(seen)
-            total = part if total is None else total.add_(part)
-        return total
+        values = [table.values for table in self._tables]
+        return ops(values[0]).expect(ids, values) if values else None
 
-    def learn(self, ids: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Take in ``x`` [n, width] float32 that was seen with ``ids`` [n] each; returns what was
-        left of it."""
+    def centred(self, ids: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` float32 [n, width] less what they say of it, as ``on_grid`` gives it."""
+        values = [table.values for table in self._tables]
+        return ops(x).centre(ids if values else [], values, x)
+
+    def learn(self, ids: Sequence[Tensor], x: Tensor, largest: Tensor) -> None:
+        """Take in ``x`` [n, width] float32 that was seen with ``ids`` [n] each, and whose greatest
+        magnitudes are ``largest`` [n]. Overwrites it."""
         if self.width != x.shape[1]:
             self._tables = [Table(1, x.shape[1], x.device) for _ in range(self._count)]
-        for table, each in zip(self._tables, ids, strict=True):
+        most: Tensor | None = largest
+        for number, (table, each) in enumerate(zip(self._tables, ids, strict=True), 1):
             needed = int(each.max()) + 1 if len(each) else 1
             if needed > table.size:
                 table.grow(1 << (needed - 1).bit_length())
-            left = x - table(each)
-            table.learn(each, x)
-            x = left
-        return x
+            assert most is not None
+            most = table.learn(each, x, most, rest=number < self._count)
 
     def forget(self) -> None:
         """Begin anew."""

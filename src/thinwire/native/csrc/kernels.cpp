@@ -8,6 +8,7 @@
 #include "level.h"
 #include "decode.h"
 #include "encode.h"
+#include "expect.h"
 #include "hadamard.h"
 #include "scratch.h"
 #include "tile.h"
@@ -463,6 +464,7 @@ float total(float* sums, int64_t count) {
 extern "C" const tw::Kernels* TW_JOIN(tw_kernels_, TW_LEVEL)() {
   using namespace tw::TW_NS;
   static const tw::Kernels table = {TW_STRING(TW_LEVEL), row_nbytes, encode,     decode,    delta_encode,
-                                    delta_decode,        energies,   total,      topk_table, tile_table};
+                                    delta_decode,        energies,   total,      topk_table, tile_table,
+                                    expect_table};
   return &table;
 }

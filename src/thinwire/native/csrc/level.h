@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "expect_types.h"
 #include "tile_types.h"
 #include "topk_types.h"
 
@@ -65,6 +66,7 @@ struct Kernels {
   float (*total)(float* sums, int64_t count);
   const TopKKernels& (*topk)();
   const TileKernels& (*tile)();
+  const ExpectKernels& (*expect)();
 };
 
 }  // namespace tw

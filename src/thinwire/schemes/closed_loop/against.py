@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs.keeping import KEEPINGS, Keeping
 from thinwire.predict import Guess, Part, as_vectors
+from thinwire.predict.ops import ops
 
 _STEPS = 64  # of the gain, in one
 _EXACT = KEEPINGS["fp32"]
@@ -49,8 +50,7 @@ def against(known: Foundation, steps: Tensor | None) -> Against:
     base, expected = known.base, known.expected
     if expected is not None:
         assert steps is not None
-        part = expected * (steps.to(torch.float32)[:, None] / _STEPS)
-        base = part if base is None else base + part
+        base = ops(expected).stand(base, expected, steps.to(torch.float32) / _STEPS)
     assert base is not None
     y = torch.empty_like(base)
     lengths = known.part.lengths or [base.shape[1]] * len(base)
@@ -68,9 +68,8 @@ def gains(x: Tensor, known: Foundation) -> Tensor | None:
     expected = known.expected
     if expected is None:
         return None
-    rest = x if known.base is None else x - known.base
-    inner, energy = (rest * expected).sum(1), expected.square().sum(1)
-    best = (_STEPS * inner / energy.clamp(min=1e-38)).nan_to_num(0.0)
+    inner, energy = ops(x).weigh(x, known.base, expected).unbind(1)
+    best = (_STEPS * inner / energy.clamp(min=1e-300)).nan_to_num(0.0)
     return best.round().clamp(0, 255).to(torch.uint8)
 
 

@@ -246,8 +246,7 @@ class LoopEnd(End):
         if self.keeps and self.store is None:
             self._values[known.part.microbatch] = y
         if known.change:
-            assert known.base is not None
-            self.learned.note(known.part, known.guess, y - known.base, change=True)
+            self.learned.note(known.part, known.guess, y, known.base)
             if self.learned.follows:
                 self.learned.note(known.part, self.learned.without(known.part), y)
         else:
