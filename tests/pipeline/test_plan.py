@@ -74,6 +74,13 @@ def test_only_activations_and_tensors_with_gradients_are_coded(
     assert Boundary(index, (2, 8, 4), dtype, requires_grad).coded == coded
 
 
+def test_activations_are_not_predicted_by_themselves() -> None:
+    for spec in ("predicted(int4,by=token+activation)", "delta(int4,by=activation)"):
+        with pytest.raises(tw.SpecError, match="activations are known once they have travelled"):
+            tw.Plan(spec, "int4")
+    tw.Plan("int4", "predicted(int4,by=activation)")
+
+
 def test_a_stage_without_example_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="input_args and output_args are needed"):
         tw.PipelineStage(torch.nn.Linear(2, 2), 0, 1, "cpu")
@@ -97,7 +104,9 @@ def test_the_loss_is_a_mean_over_valid_tokens() -> None:
         ("ef(topk:0.1)", "ef(topk:0.2)", "backward ef(topk:0.2) chooses positions of its own"),
         ("ef(topk:0.1,key=slot)", "int8", "tells rows apart by their place in the batch"),
         ("topk:0.1", "topk:0.1,mask=shared", None),
-        ("delta(topk:0.1)", "topk:0.1", None),
+        ("delta(topk:0.1)", "topk:0.1", "delta(topk:0.1) sends less than 30 % of each change"),
+        ("delta(topk:0.3)", "topk:0.1", None),
+        ("delta(int2)", "int8", None),
         ("topk:0.1", "int8", None),
     ],
 )

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
+from thinwire.codecs.topk import TopK
 from thinwire.errors import SpecError
-from thinwire.schemes import Scheme, SharedMask, scheme
+from thinwire.schemes import Delta, Scheme, SharedMask, scheme
 
 _LOG = logging.getLogger(__name__)
 OFF = "off"
@@ -47,7 +48,7 @@ class Plan:
                     f"and {pair[1]!r} backward: use raw for an uncompressed direction"
                 )
             if pair[0] != OFF:
-                _check_masks(*map(scheme, pair))
+                _check_pair(*map(scheme, pair))
 
     def schemes(self, edge: int) -> tuple[Scheme, Scheme] | None:
         """(forward, backward) schemes of an edge; None where it is off."""
@@ -55,8 +56,12 @@ class Plan:
         return None if forward == OFF else (scheme(forward), scheme(backward))
 
 
-def _check_masks(forward: Scheme, backward: Scheme) -> None:
-    """Raise SpecError where a mask is to be shared that the forward link does not tell."""
+def _check_pair(forward: Scheme, backward: Scheme) -> None:
+    """Raise SpecError where a link is to know what the other one does not tell."""
+    if forward.by_activations:
+        raise SpecError(
+            f"{forward}: activations are known once they have travelled; predict gradients by them"
+        )
     if isinstance(forward, SharedMask):
         raise SpecError(f"{forward}: the mask is the forward link's own; share it on the backward")
     if not isinstance(backward, SharedMask):
@@ -70,6 +75,10 @@ def _check_masks(forward: Scheme, backward: Scheme) -> None:
         raise SpecError(
             f"backward {backward} keeps another share than forward {forward}, whose mask it takes"
         )
+
+
+#: Of a change, below which a small GPT ended far above one whose changes had two bits each.
+_FEW = 0.3
 
 
 class Schemes:
@@ -109,6 +118,17 @@ class Schemes:
                     "%s tells rows apart by their place in the batch: what one sample leaves is "
                     "used for another; leave key=slot out to keep samples apart",
                     one,
+                )
+            if (
+                isinstance(one, Delta)
+                and isinstance(one.change, TopK)
+                and one.change.fraction < _FEW
+            ):
+                _LOG.warning(
+                    "%s sends less than %.0f %% of each change: a small GPT lost far more by that "
+                    "than by two bits for all of it, as delta(int2) sends",
+                    one,
+                    100 * _FEW,
                 )
         for forward, backward in dict.fromkeys(pair for pair in self.pairs if pair):
             if forward.support is not None and backward.support is not None:
