@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.counters import LinkCounters
+from thinwire.counters import LinkCounters, add_gains
 from thinwire.frame import Kind, Section
 
 
@@ -12,7 +12,11 @@ def test_counters_that_are_restored_report_what_was_counted() -> None:
     counters.count([section], 50, [8], train=True)
     counters.count([section], 50, [8], train=False)
     counters.rested = 3
+    add_gains(counters.gained, [(Kind.FIRST, 100.0, 10.0), (Kind.CHANGE, 2.0, 0.0)])
     restored = LinkCounters(0, "forward", "delta(int4)")
     restored.add(counters.state())
     assert restored == counters
     assert restored.report()["rested"] == 3
+    assert restored.report()["gain_db"] == {"first": 10.0}
+    restored.add(counters.state())
+    assert restored.gained == {"first": [200.0, 20.0], "change": [4.0, 0.0]}

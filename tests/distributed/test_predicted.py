@@ -15,6 +15,7 @@ from tests.distributed import setup
 from tests.distributed.pool import Pool
 from tests.distributed.setup import Case, build
 from thinwire.pipeline import learned
+from thinwire.predict import fit
 
 SPEC = "predicted(int4,by=token)"
 
@@ -145,3 +146,49 @@ def without(rank: int, world_size: int, context: Any, why: str) -> None:
 )
 def test_a_context_that_does_not_fit_is_one_line(context: Any, why: str, pool: Pool) -> None:
     pool.run(without, context, why, world_size=2)
+
+
+def both_ways(rank: int, world_size: int, steps: int) -> Found:
+    """Changes and gradients by maps, over samples that come again; the last step is measured."""
+    vars(fit)["_SHARE"] = 0
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    plan = tw.Plan("delta(int2,first=int4,by=token+drift)", "predicted(int3,by=token+activation)")
+    pipeline = tw.Pipeline(schedule, made, plan, deadline=20)
+    losses = []
+    for number in range(steps):
+        ids, x, y = setup.batch(number % 4)
+        result = pipeline.step(
+            *((x,) if rank == 0 else ()),
+            target=y,
+            sample_ids=ids,
+            context={"token": x},
+            measure=number == steps - 1,
+        )
+        losses.append(result.loss)
+    told = [sorted(one["gain_db"]) for one in pipeline.fidelity_reports()]
+    links = [link for link in pipeline.link_reports() if link["direction"] != "control"]
+    assert [sorted(link["gain_db"]) for link in links] == told
+    kinds = [sorted(link["kinds"]) for link in links]
+    found = Found(losses, kinds + told, pipeline.state_digests(), [], pipeline._learned.repairs)
+    pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_both_directions_are_predicted_by_maps(pool: Pool, world_size: int) -> None:
+    everyone = pool.run(both_ways, 40, world_size=world_size)
+    links = 2 * (world_size - 1)
+    for one in everyone:
+        assert one.losses == everyone[0].losses
+        assert one.kinds[0] == ["change", "first", "map"]
+        assert one.kinds[links // 2] == ["map", "value"]
+        assert one.kinds[links:] in (
+            [["change"]] * (links // 2) + [["value"]] * (links // 2),
+            [["change"], ["value"]] * (links // 2),
+        )
+    ends: dict[str, set[int]] = {}
+    for one in everyone:
+        for name, digest in one.digests.items():
+            ends.setdefault(name.rsplit(" ", 1)[0], set()).add(digest)
+    assert len(ends) >= links
+    assert all(len(digests) == 1 for digests in ends.values()), ends

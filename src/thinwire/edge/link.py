@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -123,8 +124,14 @@ class Link(ABC):
 
     def end_step(self) -> None:
         """The step counts, on all ranks."""
+        start = time.thread_time()
         for state in self.states.values():
             state.end_step()
+        self._spent(time.thread_time() - start)
+
+    @abstractmethod
+    def _spent(self, seconds: float) -> None:
+        """Count CPU time that the codec's end here has taken."""
 
     def _at_rest(self, state: Sender | Receiver) -> frozenset[int]:
         """The micro-batches for which the stages before this link would compute what both ends

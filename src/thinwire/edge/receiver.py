@@ -46,6 +46,9 @@ class LinkReceiver(Link):
         self.timers.decode_s += time.thread_time() - start
         self.post(self.window - 1)
 
+    def _spent(self, seconds: float) -> None:
+        self.timers.decode_s += seconds
+
     def post(self, until: int) -> None:
         """Announce the messages up to micro-batch ``until``."""
         while self._next <= until and self._next < len(self.plan.microbatches):

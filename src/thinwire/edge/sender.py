@@ -70,6 +70,9 @@ class LinkSender(Link):
         self._unsent = set() if self.silent else set(range(len(plan.microbatches))) - self.resting
         self.timers.encode_s += time.thread_time() - start
 
+    def _spent(self, seconds: float) -> None:
+        self.timers.encode_s += seconds
+
     def send(self, microbatch: int, tensors: Sequence[Tensor | None]) -> None:
         """Encode and send one micro-batch's tensors; returns without waiting for the link."""
         if self.silent:

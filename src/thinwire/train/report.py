@@ -175,6 +175,8 @@ def closing(screen: Console, summary: dict[str, Any], folder: Path) -> None:
             screen.print(f"{name} loss {off} with the codec off, {on} with it on", soft_wrap=True)
     if bits := bits_sentence(summary):
         screen.print(bits, soft_wrap=True, markup=False)
+    if gains := gains_sentence(summary["links"]):
+        screen.print(gains, soft_wrap=True, markup=False)
     screen.print(summary["bound"]["sentence"], soft_wrap=True, markup=False)
     if line := slow_disk(summary["references"], summary["train_s"]):
         screen.print(line, soft_wrap=True, markup=False)
@@ -211,6 +213,19 @@ def bits_sentence(summary: dict[str, Any]) -> str | None:
     text = "Over the whole run: " + ", ".join(f"{b:.2f} bits a value {d}" for d, b in bits.items())
     rates = [link["hit_rate"] for link in summary["links"] if link["hit_rate"]]
     return f"{text}; {100 * min(rates):.0f} % of visits remembered." if rates else f"{text}."
+
+
+def gains_sentence(links: list[dict[str, Any]]) -> str | None:
+    """How much less there was to send by what both ends expected; None where nothing was, or where
+    it was not measured."""
+    told = []
+    for link in links:
+        gains = [f"{kind} {db:.1f}" for kind, db in link["gain_db"].items()]
+        if gains:
+            told.append(f"{link_name(link['edge'], link['direction'])} {', '.join(gains)}")
+    if not told:
+        return None
+    return f"Expected by both ends, in dB (6 are a bit a value): {'; '.join(told)}."
 
 
 def compression_sentence(cpu: list[dict[str, float]]) -> str:
