@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from thinwire.predict import Map, Table, on_grid
+from thinwire.predict import Map, Tables
 from thinwire.train import check
 from thinwire.train.arguments import read_arguments
 from thinwire.train.batches import IGNORED, Batch, training_numbers
@@ -33,30 +33,11 @@ _MEMORY = 0.9  # of a step, when the next comes
 _RIDGE = 1e-3
 
 
-class Stagewise:
-    """Tables by several ids, one after the other: each learns what those before it leave."""
-
-    def __init__(self, count: int, width: int) -> None:
-        self._tables = [Table(_TOKENS + 1, width) for _ in range(count)]
-
-    def rest(self, ids: list[Tensor], x: Tensor) -> Tensor:
-        """What the tables leave of ``x``."""
-        for table, each in zip(self._tables, ids, strict=True):
-            x = x - table(each)
-        return x
-
-    def learn(self, ids: list[Tensor], x: Tensor) -> None:
-        for table, each in zip(self._tables, ids, strict=True):
-            left = x - table(each)
-            table.learn(each, x)
-            x = left
-
-
 class Predictor:
     """Tables, and a map from a source less its own tables to what those of the target leave."""
 
     def __init__(self, tables: int, width: int) -> None:
-        self._of_target, self._of_source = Stagewise(tables, width), Stagewise(tables, width)
+        self._of_target, self._of_source = Tables(tables), Tables(tables)
         self._inner = torch.zeros(width, width, dtype=torch.float64)
         self._outer = torch.zeros(width, width, dtype=torch.float64)
         self._map: Map | None = None
@@ -65,17 +46,16 @@ class Predictor:
 
     def step(self, ids: list[Tensor], target: Tensor, base: Tensor, source: Tensor | None) -> None:
         """Predict ``target`` [n, width], count what is left of it beside ``base``, and learn."""
-        left = self._of_target.rest(ids, target)
+        left = _rest(self._of_target, ids, target)
         self._count("tables", base, left)
         if source is not None:
-            centred = self._of_source.rest(ids, source)
-            codes, scales = on_grid(centred)
+            codes, scales = self._of_source.centred(ids, source)
             self._count(
                 "and map", base, left if self._map is None else left - self._map(codes, scales)
             )
-            self._fit((codes * scales).double(), left.double())
-            self._of_source.learn(ids, source)
-        self._of_target.learn(ids, target)
+            self._fit((codes * scales[:, None]).double(), left.double())
+            _learn(self._of_source, ids, source)
+        _learn(self._of_target, ids, target)
 
     def _fit(self, source: Tensor, target: Tensor) -> None:
         self._steps += 1
@@ -95,6 +75,16 @@ class Predictor:
         shown = [f"{name} {10 * math.log10(a / b):5.2f}" for name, (a, b) in self.spent.items()]
         self.spent.clear()
         return ", ".join(shown)
+
+
+def _rest(tables: Tables, ids: list[Tensor], x: Tensor) -> Tensor:
+    """What the tables leave of ``x``."""
+    known = tables(ids)
+    return x if known is None else x - known
+
+
+def _learn(tables: Tables, ids: list[Tensor], x: Tensor) -> None:
+    tables.learn(ids, x.clone(), x.abs().amax(1))
 
 
 def main() -> None:
