@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.native.expect import exponents_for, power_of_two
+from thinwire.native.expect import exponent_for, exponents_for, power_of_two
 from thinwire.predict.exact import Map, on_grid
 
 
@@ -19,6 +19,7 @@ def test_powers_of_two_are_made_of_their_bits() -> None:
 @given(st.floats(0, 2.0**100, width=32, allow_subnormal=True))
 def test_the_exponent_is_the_least_that_holds_a_value(largest: float) -> None:
     k = int(exponents_for(torch.tensor(largest)))
+    assert k == exponent_for(largest, 7)
     assert k == -100 or largest <= 127 * 2.0**k
     assert k == -100 or largest > 63 * 2.0**k
 

@@ -6,6 +6,7 @@ and ids that it does not have read its first vector.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,13 @@ def exponents_for(largest: Tensor, most: int = 7) -> Tensor:
     bits = largest.contiguous().view(torch.int32)
     exponents = (bits >> 23) - 126 - most + ((bits & 0x7FFFFF) > _NEARLY_TWO).to(torch.int32)
     return exponents.clamp(_LEAST_POWER, _MOST_POWER)
+
+
+def exponent_for(largest: float, most: int) -> int:
+    """``exponents_for`` of one value."""
+    bits: int = struct.unpack("<i", struct.pack("<f", largest))[0]
+    exponent = (bits >> 23) - 126 - most + ((bits & 0x7FFFFF) > _NEARLY_TWO)
+    return min(max(exponent, _LEAST_POWER), _MOST_POWER)
 
 
 def expect(ids: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:

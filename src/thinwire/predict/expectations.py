@@ -111,7 +111,7 @@ class Expectations:
         rows, positions, _ = _form(part.shape)
         if everyone is None:
             found = [source.ids(part.context, rows, positions) for source in self._by.ids]
-            everyone = [(ids.clamp(min=-1) + 1) & (_MOST_IDS - 1) for ids in found]
+            everyone = [(ids + 1).clamp_(min=0).bitwise_and_(_MOST_IDS - 1) for ids in found]
             self._ids[part.microbatch] = everyone
         if len(part.rows) == rows:
             return [ids.flatten() for ids in everyone]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.native.expect import exponents_for, means
+from thinwire.native.expect import exponent_for, means
 from thinwire.predict.ops import ops
 
 #: Values are counted in units of which the largest of the first step has up to 2^13.
@@ -58,12 +58,12 @@ class Table:
 
     def _settled_unit(self, largest: Tensor) -> int:
         """The unit, or another one where values have become much larger or smaller."""
-        largest = largest.cpu()
-        fitting = int(exponents_for(largest, _UNITS))
+        most = float(largest)
+        fitting = exponent_for(most, _UNITS)
         if self._unit is None:
             self._unit = fitting
-        units = float(largest) * 2.0**-self._unit
-        if not _FEWEST <= units <= _MOST_UNITS and float(largest) > 0:
+        units = most * 2.0**-self._unit
+        if not _FEWEST <= units <= _MOST_UNITS and most > 0:
             shift = fitting - self._unit
             self._sums = self._sums >> shift if shift > 0 else _widened(self._sums, -shift)
             self._unit = fitting

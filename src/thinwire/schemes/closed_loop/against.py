@@ -53,12 +53,13 @@ def against(known: Foundation, steps: Tensor | None) -> Against:
         base = ops(expected).stand(base, expected, steps.to(torch.float32) / _STEPS)
     assert base is not None
     y = torch.empty_like(base)
-    lengths = known.part.lengths or [base.shape[1]] * len(base)
-    before, after = (
-        [row[:size] for row, size in zip(rows, lengths, strict=True)] for rows in (base, y)
-    )
-    if known.part.lengths is not None:
+    before, after, lengths = base.unbind(0), y.unbind(0), known.part.lengths
+    if lengths is not None:
         y.zero_()
+        before, after = (
+            tuple(row[:size] for row, size in zip(rows, lengths, strict=True))
+            for rows in (before, after)
+        )
     return Against(before, after, _EXACT, base, y)
 
 
