@@ -34,7 +34,7 @@ _MAX_NAME = 255
 #: The most that one section adds to a frame besides its payload, row mask and versions.
 MAX_ENTRY_BYTES = _SECTION.size + 1 + _MAX_NAME + 8 * _MAX_DIMS + 8
 #: Of one tensor.
-MAX_SECTIONS = 8
+MAX_SECTIONS = 9
 _ALL_ROWS = 0xFFFFFFFF
 _STATEFUL, _PREDICTED = 0x80, 0x40  # beside the kind
 #: Bytes; an abort frame must fit into every receive that is posted.
@@ -90,6 +90,7 @@ class Kind(enum.IntEnum):
     DENSE = 11  # a value as it is, before compression begins; what is remembered of it is exact
     RESIDUAL = 12  # what earlier values lacked, to be added to the VALUE of the same rows
     MAP = 13  # no rows: what both ends expect by, once the step counts
+    APART = 14  # no rows: positions of the other sections' rows, as they are
 
 
 _DIRECTIONS = frozenset(int(direction) for direction in Direction)

@@ -41,7 +41,7 @@ def own(
         def encode(
             self, x: Tensor, microbatch: int, visit: tw.Visit, out: Tensor | None = None
         ) -> Sections:
-            found: Sections = sent(self.inner.encode(x, microbatch, visit, out))
+            found: Sections = sent(self.inner.encode(x, microbatch, visit))
             return found
 
     class Receives(tw.Receiver):
@@ -90,8 +90,11 @@ WRONG: dict[str, tuple[Callable[[Sections], Any], str]] = {
         with_(payload=TOO_MUCH),
         "its sender returned 1153 payload bytes; by its row_nbytes at most 1152",
     ),
-    "nothing": (lambda sections: [], "its sender returned 0 sections, not 1 to 8"),
-    "many sections": (lambda sections: sections * 9, "its sender returned 9 sections, not 1 to 8"),
+    "nothing": (lambda sections: [], "its sender returned 0 sections, not 1 to 9"),
+    "many sections": (
+        lambda sections: sections * 10,
+        "its sender returned 10 sections, not 1 to 9",
+    ),
     "no list": (lambda sections: sections[0], "its sender returned Section, not a list"),
     "no sections": (
         lambda sections: [b"bytes"],

@@ -237,3 +237,21 @@ def test_a_source_of_ones_own_is_known_by_its_name() -> None:
     assert ids.tolist() == [[0, 0, 0, 1, 1]] * 2
     train(link, 3)
     assert link.kinds == [Kind.VALUE]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(ROWS, POSITIONS + 1, dtype=torch.int64),
+        torch.zeros(ROWS, POSITIONS),
+        torch.zeros(ROWS, dtype=torch.int64),
+        [[0]],
+    ],
+)
+def test_ids_that_are_none_are_told(ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link("predicted(int4,by=token)")
+    monkeypatch.setattr(sources("token").ids[0], "ids", lambda *_: ids, raising=False)
+    x, there = batch(0)
+    link.begin(there)
+    with pytest.raises(ValueError, match=r"source Token: ids must be int64 of \(4, 16\), not"):
+        link.move(x, 0, there)

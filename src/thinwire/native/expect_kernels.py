@@ -39,7 +39,7 @@ def usable(x: Tensor) -> bool:
 def expect(ids: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:
     n, width = len(ids[0]), tables[0].shape[1]
     y = torch.empty((n, width))
-    told, kept = _tables(ids, tables)
+    told, kept = _tables(ids, tables, n)
     _function("")(*told, n, width, y.data_ptr())
     del kept
     return y
@@ -48,7 +48,7 @@ def expect(ids: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:
 def centre(ids: Sequence[Tensor], tables: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     codes, scales = torch.empty_like(x), torch.empty(len(x))
-    told, kept = _tables(ids if tables else [], tables)
+    told, kept = _tables(ids if tables else [], tables, len(x))
     _function("_centre")(*told, x.data_ptr(), *x.shape, codes.data_ptr(), scales.data_ptr())
     del kept
     return codes, scales
@@ -100,8 +100,10 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _tables(ids: Sequence[Tensor], tables: Sequence[Tensor]) -> tuple[tuple[Any, ...], Any]:
-    """What kernels are told of ``tables`` and ``ids``, and what has to outlive that."""
+def _tables(ids: Sequence[Tensor], tables: Sequence[Tensor], n: int) -> tuple[tuple[Any, ...], Any]:
+    """What kernels are told of ``tables`` and ``ids`` [n] each, and what has to outlive that."""
+    if len(ids) != len(tables) or any(len(each) != n for each in ids):
+        raise ValueError(f"{[len(each) for each in ids]} ids, {len(tables)} tables are read by {n}")
     ids, count = [each.contiguous() for each in ids], len(tables)
     pointers = ctypes.c_void_p * count
     at = pointers(*[each.data_ptr() for each in ids])

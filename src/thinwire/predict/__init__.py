@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from thinwire.predict.exact import Map, on_grid
 from thinwire.predict.expectation import Guess
-from thinwire.predict.expectations import Expectations, Part, as_vectors
+from thinwire.predict.expectations import Expectations, Part, as_vectors, form_of
 from thinwire.predict.fit import Fit
 from thinwire.predict.sources import By, Context, Source, register_source, sources
 from thinwire.predict.table import Table
@@ -25,6 +25,7 @@ __all__ = [
     "Table",
     "Tables",
     "as_vectors",
+    "form_of",
     "on_grid",
     "register_source",
     "sources",

@@ -8,19 +8,17 @@ Positions of a magnitude far beyond the others', as attention sinks have, teach 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.predict.exact import Map
+from thinwire.predict.far import is_far
 from thinwire.predict.fit import SAMPLED, Fit
 from thinwire.predict.lessons import Lessons
 from thinwire.predict.ops import ops
 from thinwire.predict.tables import Tables
-
-_FAR, _ORDINARY = 8.0, 0.95  # times the magnitude that this share of the positions stays below
 
 
 @dataclasses.dataclass
@@ -182,11 +180,8 @@ def _sample(guess: Guess, ids: Sequence[Tensor], values: Tensor, kept: Tensor | 
 def _near(largest: Tensor) -> Tensor | None:
     """The indices of vectors that are not far beyond the others; None: all. ``largest``: their
     greatest magnitudes."""
-    if not len(largest):
-        return None
-    ordinary = largest.kthvalue(max(1, math.ceil(_ORDINARY * len(largest)))).values
-    near = largest <= _FAR * ordinary
-    return None if bool(near.all()) else near.nonzero()[:, 0]
+    far = is_far(largest)
+    return None if far is None else (~far).nonzero()[:, 0]
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

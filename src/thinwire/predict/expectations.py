@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.base import within
 from thinwire.predict.exact import Map
 from thinwire.predict.expectation import Expectation, Guess, part_of
-from thinwire.predict.sources import ACTIVATION, DRIFT, By, Context
+from thinwire.predict.sources import ACTIVATION, DRIFT, By, Context, Source
 
 _MOST_IDS = 1 << 17  # a power of two
 
@@ -81,7 +81,7 @@ class Expectations:
 
     def rows(self, guess: Guess, part: Part) -> Tensor | None:
         """What ``guess`` says, float32 [rows, n], zero beyond each row's length."""
-        if guess.values is None or guess.values.shape[1] != _form(part.shape)[2]:
+        if guess.values is None or guess.values.shape[1] != form_of(part.shape)[2]:
             return None
         scaled = guess.values if part.scale == 1.0 else guess.values * part.scale
         found = _as_rows(scaled, len(part.rows), part.shape)
@@ -108,9 +108,9 @@ class Expectations:
     def _ids_of(self, part: Part) -> list[Tensor]:
         """The ids of each source [positions of the rows], from 0 on: 0 stands for none."""
         everyone = self._ids.get(part.microbatch)
-        rows, positions, _ = _form(part.shape)
+        rows, positions, _ = form_of(part.shape)
         if everyone is None:
-            found = [source.ids(part.context, rows, positions) for source in self._by.ids]
+            found = [_checked(one, part.context, rows, positions) for one in self._by.ids]
             everyone = [(ids + 1).clamp_(min=0).bitwise_and_(_MOST_IDS - 1) for ids in found]
             self._ids[part.microbatch] = everyone
         if len(part.rows) == rows:
@@ -141,12 +141,12 @@ class Expectations:
         number = int(payload[0]) if len(payload) else len(everyone)
         if number >= len(everyone) or everyone[number].centre is None:
             raise ValueError("a map of something that is expected without one")
-        width = _form(shape)[2]
+        width = form_of(shape)[2]
         everyone[number].passed = Map.parsed(payload[1:], width, width)
 
     def most_told(self, shape: Sequence[int]) -> int:
         """The most bytes of ``offers`` for tensors of ``shape``."""
-        width = _form(shape)[2]
+        width = form_of(shape)[2]
         mapped = sum(one.centre is not None for one in self._all.values())
         return mapped * (1 + Map.nbytes(width, width))
 
@@ -194,16 +194,29 @@ class Expectations:
             raise ValueError(f"the saved tables are of other sources: {error}") from None
 
 
+def _checked(source: Source, context: Context, rows: int, positions: int) -> Tensor:
+    """A source's ids, which may be anybody's. Raises ValueError where they are none."""
+    ids = source.ids(context, rows, positions)
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.shape != (rows, positions):
+        found = (
+            f"{ids.dtype} of {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        )
+        raise ValueError(
+            f"source {type(source).__name__}: ids must be int64 of {(rows, positions)}, not {found}"
+        )
+    return ids
+
+
 def _travelling(part: Part) -> Tensor | None:
     """The indices of a part's positions that travel; None: all."""
     if part.lengths is None:
         return None
-    _, positions, width = _form(part.shape)
+    _, positions, width = form_of(part.shape)
     ends = [size // width for size in part.lengths]
     return within(ends, positions, torch.device("cpu")).flatten().nonzero()[:, 0]
 
 
-def _form(shape: Sequence[int]) -> tuple[int, int, int]:
+def form_of(shape: Sequence[int]) -> tuple[int, int, int]:
     """Rows, positions and width of a tensor: [rows, positions, width], [rows, channels, height,
     width], or [rows, width]."""
     if len(shape) == 4:
@@ -215,7 +228,7 @@ def _form(shape: Sequence[int]) -> tuple[int, int, int]:
 
 def as_vectors(y: Tensor, shape: Sequence[int]) -> Tensor:
     """[some rows, values] of a tensor of ``shape`` as [rows * positions, width]."""
-    _, positions, width = _form(shape)
+    _, positions, width = form_of(shape)
     if len(shape) == 4:
         return y.view(len(y), width, positions).transpose(1, 2).reshape(-1, width)
     return y.reshape(len(y) * positions, width)
@@ -223,7 +236,7 @@ def as_vectors(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _as_rows(vectors: Tensor, rows: int, shape: Sequence[int]) -> Tensor:
     """The reverse."""
-    _, positions, width = _form(shape)
+    _, positions, width = form_of(shape)
     if len(shape) == 4:
         return vectors.view(rows, positions, width).transpose(1, 2).reshape(rows, -1)
     return vectors.reshape(rows, -1)

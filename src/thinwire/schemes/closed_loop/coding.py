@@ -12,6 +12,7 @@ from thinwire.codecs import Codec
 from thinwire.frame import Kind
 from thinwire.predict import Expectations, sources
 from thinwire.predict.sources import ACTIVATION, OFF
+from thinwire.schemes.closed_loop import apart
 from thinwire.store import Visit as Mode
 
 CHANGES = (Kind.CHANGE, Kind.SECOND)
@@ -70,7 +71,7 @@ class Coding:
     def told_nbytes(self, shape: Sequence[int]) -> int:
         """The most payload bytes beside the rows of a tensor of ``shape``."""
         found = self.expectations(fits=False)
-        return 0 if found is None else found.most_told(shape)
+        return 0 if found is None else found.most_told(shape) + apart.most_nbytes(shape)
 
 
 def least_share(dtype: torch.dtype) -> float:

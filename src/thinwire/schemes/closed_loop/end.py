@@ -196,10 +196,11 @@ class LoopEnd(End):
             self.put(keys, references, [visit.lengths[r] for r in rows])
 
     def kept(
-        self, coder: Codec, payload: Tensor, y: Tensor, lengths: list[int] | None
+        self, coder: Codec | None, payload: Tensor, y: Tensor, lengths: list[int] | None
     ) -> list[Tensor]:
-        """The references that ``y`` [rows, n] float32, which is behind ``payload``, leaves."""
-        if self.keeping.holds(coder):
+        """The references that ``y`` [rows, n] float32 leaves, which ``payload`` of ``coder`` is of,
+        if one alone is."""
+        if coder is not None and self.keeping.holds(coder):
             return self.keeping.split(payload, lengths or [y.shape[1]] * len(y))
         return self.keeping.keep(y, lengths)
 

@@ -14,10 +14,12 @@ from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section
 from thinwire.schemes.base import Receiver, Visit, expect_sections
 from thinwire.schemes.closed_loop.against import Foundation, against
+from thinwire.schemes.closed_loop.apart import Apart
 from thinwire.schemes.closed_loop.coding import CHANGES, KINDS
 from thinwire.schemes.closed_loop.end import LoopEnd
 from thinwire.schemes.rows import digest_of, keys_at, keys_of, lengths_at
 
+_BESIDE = (Kind.MAP, Kind.APART)
 #: What a receiver may have planned of rows that come as these. That a first visit is a repair is
 #: known only to an end that has dropped the sample, which the other may never have had.
 _PLANNED = {kind: (kind,) for kind in KINDS} | {
@@ -31,13 +33,14 @@ _PLANNED = {kind: (kind,) for kind in KINDS} | {
 class LoopReceiver(LoopEnd, Receiver):
     def decode(self, sections: list[Section], microbatch: int, visit: Visit) -> Tensor:
         keys = self.keys_of(visit)
-        told = [section for section in sections if section.kind == Kind.MAP]
-        sections = [section for section in sections if section.kind != Kind.MAP]
+        beside = [section for section in sections if section.kind in _BESIDE]
+        sections = [section for section in sections if section.kind not in _BESIDE]
         shape = expect_sections(sections, KINDS, len(keys), "a delta-coded tensor")
         self._check(sections, self.kinds(microbatch, visit), visit)
         head = sections[0]
         result = torch.empty(shape, dtype=head.dtype, device=head.payload.device)
         result = result.view(len(keys), result.numel() // max(len(keys), 1))
+        apart = self._apart(beside, shape)
         moves = []
         for section in sections:
             rows = list(range(len(keys))) if section.rows is None else section.rows
@@ -45,27 +48,39 @@ class LoopReceiver(LoopEnd, Receiver):
             y = result if section.rows is None else result.new_empty((len(rows), result.shape[1]))
             known = self.foundation(section.kind, rows, there, microbatch, visit, shape)
             try:
-                decoded = self._decode(section, there, rows, visit, known, y)
+                decoded = self._decode(section, there, rows, visit, known, apart, y)
             except ValueError as error:
                 raise FrameError(f"a {section.kind.name} section: {error}") from None
             moves.append((section.kind, there, rows, known, decoded))
             if section.rows is not None:
                 result[rows] = y
-        self._take(told, shape)
+        self._take(beside, shape)
         for kind, there, rows, known, decoded in moves:
             self.settle(kind, there, decoded.references, rows, visit)
             self.learn(known, decoded.y)
         return result.view(shape)
 
-    def _take(self, told: Sequence[Section], shape: tuple[int, ...]) -> None:
+    def _apart(self, beside: Sequence[Section], shape: tuple[int, ...]) -> Apart | None:
+        """What travels apart from the rows of a tensor."""
+        found = [section for section in beside if section.kind == Kind.APART]
+        if len(found) > 1 or any(section.rows != [] for section in beside):
+            raise FrameError("sections beside the rows that are none")
+        if beside and (self.learned is None or self._dense):
+            raise FrameError("sections beside the rows, of which this end has no use")
+        try:
+            return Apart.parsed(found[0].payload, shape) if found else None
+        except ValueError as error:
+            raise FrameError(str(error)) from None
+
+    def _take(self, beside: Sequence[Section], shape: tuple[int, ...]) -> None:
         """Learn what both ends are to expect by from now on."""
-        for section in told:
-            if self.learned is None or section.rows != []:
-                raise FrameError("a map, of which this end has no use")
-            try:
-                self.learned.take(section.payload, shape)
-            except ValueError as error:
-                raise FrameError(str(error)) from None
+        for section in beside:
+            if section.kind == Kind.MAP:
+                assert self.learned is not None
+                try:
+                    self.learned.take(section.payload, shape)
+                except ValueError as error:
+                    raise FrameError(str(error)) from None
 
     def _decode(
         self,
@@ -74,6 +89,7 @@ class LoopReceiver(LoopEnd, Receiver):
         rows: Sequence[int],
         visit: Visit,
         known: Foundation | None,
+        apart: Apart | None,
         y: Tensor,
     ) -> _Decoded:
         """The values of ``section`` into ``y`` [keys, n]."""
@@ -88,7 +104,7 @@ class LoopReceiver(LoopEnd, Receiver):
             y.copy_(self._held(keys, lengths, y.shape[1], y.dtype))
             return _Decoded()
         if known is not None and (predicted or known.base is not None):
-            return self._decode_against(section, known, y)
+            return self._decode_against(section, known, apart, y)
         if section.kind in CHANGES:
             before = self.references.rows(keys)
             after = self.room(before)
@@ -100,12 +116,15 @@ class LoopReceiver(LoopEnd, Receiver):
         value = coder.decode(payload, y.shape, torch.float32, len(keys), lengths)
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"codec {coder}: the payload holds values that are not finite")
+        changed = apart is not None and apart.put(value, rows, section.shape)
         y.copy_(saturated(value, y.dtype))
         if section.kind == Kind.VALUE or self.store is None:
             return _Decoded(None, value)
-        return _Decoded(self.kept(coder, payload, value, lengths), value)
+        return _Decoded(self.kept(None if changed else coder, payload, value, lengths), value)
 
-    def _decode_against(self, section: Section, known: Foundation, y: Tensor) -> _Decoded:
+    def _decode_against(
+        self, section: Section, known: Foundation, apart: Apart | None, y: Tensor
+    ) -> _Decoded:
         """What ``section`` says beyond what is ``known``."""
         payload, steps, count = section.payload, None, len(y)
         if section.predicted:
@@ -116,6 +135,8 @@ class LoopReceiver(LoopEnd, Receiver):
         assert there.y is not None
         coder, lengths = self.coder(section.kind), known.part.lengths
         coder.decode_change(payload, lengths, there.before, there.after, there.keeping, y)
+        if apart is not None and apart.put(there.y, known.part.rows, section.shape):
+            y.copy_(saturated(there.y, y.dtype))
         if section.kind == Kind.VALUE or self.store is None:
             return _Decoded(None, there.y)
         return _Decoded(self.keeping.keep(there.y, lengths), there.y)

@@ -20,6 +20,7 @@ from thinwire.schemes.closed_loop.against import (
     gains,
     joined,
 )
+from thinwire.schemes.closed_loop.apart import Apart
 from thinwire.schemes.closed_loop.coding import CHANGES, least_share
 from thinwire.schemes.closed_loop.end import LoopEnd
 from thinwire.schemes.rows import (
@@ -42,6 +43,8 @@ class LoopSender(LoopEnd, Sender):
     ) -> list[Section]:
         keys = self.keys_of(visit)
         message = _Message(x, as_rows(x), microbatch, visit, keys, Space(out))
+        if self.learned is not None and not self._dense:
+            message.apart = Apart.of(valid(message.values, visit.valid), message.shape)
         kinds = self.kinds(microbatch, visit)
         coded: list[_Coded] = []
         try:
@@ -51,7 +54,7 @@ class LoopSender(LoopEnd, Sender):
             coder = self.coder(kind)
             raise unfit_value(x, coder, visit.valid, len(keys)) from None
         sections = [self._section(one, message) for one in coded]
-        sections += self._told(x, message.space)
+        sections += self._beside(message)
         if self.measuring:
             self.sent = self._sent(coded, message)
         for one in coded:
@@ -94,15 +97,18 @@ class LoopSender(LoopEnd, Sender):
             predicted=coded.predicted,
         )
 
-    def _told(self, x: Tensor, space: Space) -> list[Section]:
-        """What the other end is to expect by from now on, if that has changed."""
+    def _beside(self, message: _Message) -> list[Section]:
+        """What travels apart, and what the other end is to expect by from now on, if that has
+        changed."""
         if self.learned is None or self._dense:
             return []
-        found = []
-        for payload in self.learned.offers():
-            section = Section(Kind.MAP, "", x.dtype, tuple(x.shape), space.put(payload), rows=[])
-            found.append(section)
-        return found
+        told = [(Kind.MAP, payload) for payload in self.learned.offers()]
+        if message.apart is not None:
+            told.append((Kind.APART, message.apart.payload))
+        dtype, shape, space = message.x.dtype, message.shape, message.space
+        return [
+            Section(kind, "", dtype, shape, space.put(payload), rows=[]) for kind, payload in told
+        ]
 
     def _code(self, kind: Kind, kinds: list[Kind], message: _Message) -> list[_Coded]:
         """The rows of ``kind``: one section of them, or more if some changes turn out too large, or
@@ -133,7 +139,7 @@ class LoopSender(LoopEnd, Sender):
     def _coded(self, kind: Kind, rows: list[int], message: _Message) -> _Coded:
         """``rows`` as ``kind``; changes have not taken their space yet."""
         keys = keys_at(message.keys, rows)
-        visit, shape = message.visit, tuple(message.x.shape)
+        visit, shape, apart = message.visit, message.shape, message.apart
         known = self.foundation(kind, rows, keys, message.microbatch, visit, shape)
         if kind in CHANGES and known is None:
             before = self.references.rows(keys)
@@ -143,10 +149,16 @@ class LoopSender(LoopEnd, Sender):
         if known is None or (known.base is None and known.expected is None):
             return self._value(kind, rows, message, known)
         x = valid(rows_at(message.values, rows).to(torch.float32), known.part.lengths)
+        if apart is not None:
+            x = apart.instead(x, known.base, rows, shape)
         steps = gains(x, known)
         there = against(known, steps)
-        coded = self._against(kind, rows, message, there, known, steps)
+        if apart is not None:
+            x = apart.instead(x, there.base, rows, shape)
+        coded = self._against(kind, rows, message, there, known, steps, x)
         assert coded.y is not None
+        if apart is not None:
+            apart.put(coded.y, rows, shape)
         if kind != Kind.VALUE:
             coded.references = self.keeping.keep(coded.y, known.part.lengths)
         if self.measuring and known.expected is not None:
@@ -166,11 +178,12 @@ class LoopSender(LoopEnd, Sender):
         there: Against,
         known: Foundation | None = None,
         steps: Tensor | None = None,
+        x: Tensor | None = None,
     ) -> _Coded:
-        """``rows`` as what they are beyond ``there``."""
+        """``rows``, or ``x`` in their place, as what they are beyond ``there``."""
         room = message.space.rest
         payload, energies = self.coder(kind).encode_change(
-            rows_at(message.values, rows),
+            rows_at(message.values, rows) if x is None else x,
             lengths_at(message.visit, rows),
             seeds_at(message.visit, rows),
             there.before,
@@ -200,6 +213,8 @@ class LoopSender(LoopEnd, Sender):
         widened = kind != Kind.VALUE or self.learned is not None
         if widened:  # as references are kept: some codecs' bytes depend on the dtype
             part = part.to(torch.float32)
+        if message.apart is not None:
+            part = message.apart.instead(part, None, rows, message.shape)
         space = message.space
         payload = coder.encode(part, len(rows), lengths, seeds_at(visit, rows), space.rest)
         space.took(payload)
@@ -208,9 +223,10 @@ class LoopSender(LoopEnd, Sender):
         if not widened:
             return _Coded(kind, rows, payload)
         y = coder.decode(payload, part.shape, torch.float32, len(rows), lengths)
+        changed = message.apart is not None and message.apart.put(y, rows, message.shape)
         kept = None
         if kind != Kind.VALUE and self.store is not None:
-            kept = self.kept(coder, payload, y, lengths)
+            kept = self.kept(None if changed else coder, payload, y, lengths)
         return _Coded(kind, rows, payload, kept, known=known, y=y)
 
 
@@ -224,6 +240,12 @@ class _Message:
     visit: Visit
     keys: Sequence[int]
     space: Space
+    apart: Apart | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(self.x.shape)
 
 
 @dataclasses.dataclass
