@@ -105,6 +105,10 @@ def test_a_study_that_is_stopped_saves_its_runs_and_goes_on(tmp_path: Path) -> N
     (saved,) = out.glob("runs/*/rank-0")
     assert list(saved.glob("step-*"))
     assert not is_held(saved)  # nobody goes on in it
+    for manifest in saved.glob("step-*/manifest.json"):
+        manifest.write_text("{}")
+    with pytest.raises(ConfigError, match=r"is damaged.*; remove .*/runs/\w+ to run it anew"):
+        arguments.run([str(grid), "--out", str(out)])
 
 
 @pytest.mark.timeout(120)

@@ -41,12 +41,14 @@ class Stopped(Exception):
 
 @dataclass
 class _Running:
-    """``process``: None where an earlier study was stopped before it scored the run."""
+    """``process``: None where an earlier study was stopped before it scored the run. ``resumed``:
+    whether it goes on from where one was stopped."""
 
     case: Case
     folder: Path
     process: subprocess.Popen[str] | None
     stderr: IO[str]
+    resumed: bool = False
 
     @property
     def ended(self) -> bool:
@@ -137,14 +139,14 @@ class Runner:
         folder = self._folder / "runs" / case.key
         if (folder / SUMMARY).exists():
             return _Running(case, folder, None, _temporary())
-        words = ["train", "--resume", str(folder)]
-        if not (folder / "run.json").exists():
+        words, resumed = ["train", "--resume", str(folder)], (folder / "run.json").exists()
+        if not resumed:
             shutil.rmtree(folder, ignore_errors=True)
             folder.parent.mkdir(parents=True, exist_ok=True)
             settings = folder.parent / f"{case.key}.toml"
             settings.write_text(to_toml(configuration.build(case.settings)), encoding="utf-8")
             words = ["train", str(settings), "--out", str(folder)]
-        return _Running(case, folder, *self._process(words))
+        return _Running(case, folder, *self._process(words), resumed)
 
     def _process(self, words: Sequence[str]) -> tuple[subprocess.Popen[str], IO[str]]:
         command = [sys.executable, "-m", "thinwire", *words]
@@ -165,7 +167,8 @@ class Runner:
         if not one.done:
             if _BROKEN.search(line):
                 return of_failure(one.case, line)
-            raise ConfigError(f"{_name(one.case)}: {line}")
+            anew = f"; remove {one.folder} to run it anew" if one.resumed else ""
+            raise ConfigError(f"{_name(one.case)}: {line}{anew}")
         summary = json.loads((one.folder / SUMMARY).read_text(encoding="utf-8"))
         return of_run(one.case, one.folder, summary, self._recalibrated(one, summary))
 
