@@ -324,3 +324,11 @@ def test_a_run_folder_that_no_system_can_make_is_refused_in_a_line_of_bearable_l
 def test_the_default_model_fits_a_small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size, "physical_memory", lambda: 10**9)
     assert check.resolved(Config()).nproc == 2
+
+
+def test_a_plan_that_needs_what_the_data_do_not_have_is_refused() -> None:
+    words = ["--model.kind=resnet8", "--data.path=x", "--backward=predicted(int4,by=target+token)"]
+    with pytest.raises(ConfigError, match=r"--backward: .* needs token, which images do not have"):
+        check.check_plan(read_arguments(words))
+    words[-1] = "--backward=predicted(int4,by=target+position)"
+    check.check_plan(read_arguments(words))

@@ -241,7 +241,12 @@ def check_plan(config: Config, quiet: bool = False) -> None:
     for direction, spec in (("forward", forward), ("backward", backward)):
         try:
             if spec != "off":
-                tw.scheme(spec)
+                lacking = tw.scheme(spec).takes - task_of(config).context
+                if lacking:
+                    raise ConfigError(
+                        f"--{direction}: {spec} needs {', '.join(sorted(lacking))}, which "
+                        f"{task_of(config).noun} do not have; predict by something else"
+                    )
         except tw.SpecError as error:
             raise ConfigError(f"--{direction}: {one_line(error)}") from None
     try:

@@ -20,6 +20,7 @@ class Language(Task):
     unit, noun = "tokens", "text"
     other_data = "the text is not the one that it was trained on"
     path = "a text file or a folder"
+    context = frozenset({"token", "target"})
     to_lower = "--model.dim, --model.layers, --model.context or --train.batch"
 
     def check(self, config: Config) -> None:

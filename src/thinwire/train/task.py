@@ -122,6 +122,8 @@ class Task(ABC):
     path: ClassVar[str]
     #: The samples that a micro-batch needs at least.
     least_rows: ClassVar[int] = 1
+    #: What both ends of a link know of a batch, and may predict by.
+    context: ClassVar[frozenset[str]]
     #: The settings to lower where memory is short.
     to_lower: ClassVar[str]
 

@@ -24,6 +24,7 @@ class Vision(Task):
     unit, noun = "images", "images"
     other_data = "the images are not those that it was trained on"
     path = "a folder of images"
+    context = frozenset({"target"})
     least_rows = 2  # of a single one BatchNorm has no statistics worth the name
     to_lower = "--train.batch, --data.size, or take a smaller --model.kind"
 
