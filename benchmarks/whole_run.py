@@ -27,10 +27,20 @@ PLANS = {
     "delta(int4) / int4": ("delta(int4)", "int4"),
     "delta(int2) / int4": ("delta(int2)", "int4"),
     "tile / int6": ("tile", "int6"),
+    "predicted 2/4": (
+        "delta(int2,first=int4,by=token+previous+drift)",
+        "predicted(int4,by=target+token+activation)",
+    ),
+    "predicted 2/3": (
+        "delta(int2,first=int4,by=token+previous+drift)",
+        "predicted(int3,by=target+token+activation)",
+    ),
 }
 RATES = ("1000mbit", "500mbit", "300mbit", "100mbit", "30mbit", "10mbit", "3mbit")
 EPOCHS = (3, 10)
 MEASURED_EPOCHS = 3
+#: What speed-ups are over.
+AGAINST = ("fp32", "bf16", "delta(int4) / int8")
 
 
 def main() -> None:
@@ -41,6 +51,7 @@ def main() -> None:
     run.add_argument("--out", type=Path, required=True, help="result file, made or continued")
     run.add_argument("--rates", nargs="+", default=list(RATES))
     run.add_argument("--repeats", type=int, default=2)
+    run.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     report = commands.add_parser("report")
     report.add_argument("results", type=Path)
     options = parser.parse_args()
@@ -53,7 +64,7 @@ def main() -> None:
     done = {(r["plan"], r["rate"], r["repeat"]) for r in document["runs"]}
     for rate in options.rates:
         for repeat in range(options.repeats):
-            for plan in PLANS:
+            for plan in options.plans:
                 if (plan, rate, repeat) in done:
                     continue
                 found = measure(plan, rate) | {"repeat": repeat}
@@ -103,10 +114,10 @@ def _bytes(steps: list[dict[str, Any]], direction: str, first: bool) -> float:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Speed-ups of whole runs over fp32 and bf16, as Markdown."""
+    """Speed-ups of whole runs over some plans, as Markdown."""
     lines = [
         "| rate | plan | MB a step: first, later (forward + backward) | ms a step: first, later | "
-        + " | ".join(f"{e} epochs: × fp32, × bf16" for e in EPOCHS)
+        + " | ".join(f"{e} epochs: × {', × '.join(AGAINST)}" for e in EPOCHS)
         + " |",
         "|---|---|---|---|" + "---|" * len(EPOCHS),
     ]
@@ -125,7 +136,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             cells = []
             for epochs in EPOCHS:
                 total = {p: a + (epochs - 1) * b for p, (a, b) in times.items()}
-                against = [f"{total[p] / total[plan]:.2f}" for p in ("fp32", "bf16") if p in total]
+                against = [f"{total[p] / total[plan]:.2f}" if p in total else "–" for p in AGAINST]
                 cells.append(", ".join(against))
             lines.append(
                 f"| {rate} | `{plan}` | {sent[0]:.2f}, {sent[1]:.2f} | {first:.0f}, {later:.0f} | "
