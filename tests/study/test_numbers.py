@@ -176,3 +176,20 @@ def test_the_latex_table_has_as_many_columns_as_it_says() -> None:
     columns = text.split(r"\begin{tabular}{")[1].index("}")
     assert {row.count("&") for row in rows} == {columns - 1}
     assert "±" not in text.split(r"\begin")[1]
+
+
+def test_what_was_expected_is_a_column_where_something_was() -> None:
+    grid, results = study()
+    assert "dB gained" not in tables.markdown(tables.document(grid, results, {}))
+    for case, first in zip(grid.finals(grid.plans[1], None), (6.0, 8.0), strict=True):
+        results[case.key]["links"][0]["gain_db"] = {"first": first, "change": 3.0}
+        results[case.key]["links"][1]["gain_db"] = {}
+    found = tables.document(grid, results, {})
+    assert found["plans"][1]["gain_db"] == {
+        "forward": {"first": 7.0, "change": 3.0},
+        "backward": {},
+    }
+    lines = tables.markdown(found).splitlines()
+    assert any(line.endswith("| dB gained forward | dB gained backward |") for line in lines)
+    assert any(line.endswith("| first 7.0, change 3.0 | – |") for line in lines)
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1

@@ -16,7 +16,7 @@ Result = Mapping[str, Any]
 
 _LINK = (
     *("edge", "direction", "codec", "payload_bytes", "header_bytes", "values", "bits_per_value"),
-    "steady_bits_per_value",
+    *("steady_bits_per_value", "gain_db"),
 )
 
 

@@ -13,6 +13,7 @@ from thinwire.study.results import Result
 from thinwire.train.words import printable
 from thinwire.units import parse_rate
 
+_WAYS = "forward", "backward"
 _MARGIN = 1.01  # of the baseline's loss: the target, where none is given
 Best = Mapping[str, float | None]
 
@@ -76,7 +77,8 @@ def _facts(runs: Sequence[Result], base: Sequence[Result], least: int) -> dict[s
         "runs": len(runs),
         "scores": {codec: _score(runs, base, codec) for codec in codecs},
         "mbytes": statistics.fmean(map(_bytes, runs)) / 1e6,
-        "bits": {way: _bits(runs, way) for way in ("forward", "backward")},
+        "bits": {way: _bits(runs, way) for way in _WAYS},
+        "gain_db": {way: _gains(runs, way) for way in _WAYS},
         "loss_at_equal_bytes": _mean(predict.loss_after(one, least) for one in runs),
     }
 
@@ -125,6 +127,16 @@ def _bits(runs: Sequence[Result], direction: str) -> float | None:
     return 8 * sent / values if values else None
 
 
+def _gains(runs: Sequence[Result], direction: str) -> dict[str, float]:
+    """What both ends expected has gained, in dB by kind: means over the links of a direction."""
+    links = [link for one in runs for link in one["links"] if link["direction"] == direction]
+    found = [link.get("gain_db", {}) for link in links]
+    kinds = dict.fromkeys(kind for gains in found for kind in gains)
+    return {
+        kind: statistics.fmean(gains[kind] for gains in found if kind in gains) for kind in kinds
+    }
+
+
 def _mean(values: Iterator[float | None]) -> float | None:
     """The mean; None where one of them is None, or there are none."""
     found = list(values)
@@ -156,6 +168,8 @@ def cells(found: Mapping[str, Any]) -> Cells:
         f"loss at {found['equal_bytes'] / 1e6:.1f} MB",
     ]
     heading += [f"s to target at {rate}" for rate in found["rates"]]
+    gains = any(any(plan["gain_db"].values()) for plan in found["plans"] if plan["runs"])
+    heading += ["dB gained forward", "dB gained backward"] if gains else []
     rows = [heading]
     for plan in found["plans"]:
         row = [plan["name"], *([f"{plan['lr']:g}"] if "learning rate" in heading else [])]
@@ -174,6 +188,11 @@ def cells(found: Mapping[str, Any]) -> Cells:
         row += [f"{plan['mbytes']:.1f}", _number(bits["forward"]), _number(bits["backward"])]
         row.append(_number(plan["loss_at_equal_bytes"], 4))
         row += [_number(plan["seconds_to_target"][rate], 0) for rate in found["rates"]]
+        if gains:
+            row += [
+                ", ".join(f"{kind} {db:.1f}" for kind, db in plan["gain_db"][way].items()) or "–"
+                for way in _WAYS
+            ]
         rows.append(row)
     return rows
 
