@@ -62,6 +62,8 @@ class LoopSender(LoopEnd, Sender):
             self.learn(one.known, one.y)
             if self.learned is not None:
                 self.learned.sent(one.payload.numel(), one.kind in CHANGES)
+            if one.gained is not None:
+                self.gained.append((one.kind, *one.gained))
         return sections
 
     def _sent(self, coded: Sequence[_Coded], message: _Message) -> Tensor:
@@ -121,7 +123,7 @@ class LoopSender(LoopEnd, Sender):
         for row, (change, value) in zip(rows, coded.energies, strict=True):
             if change > value and self.coding.reseeds:
                 kinds[row] = Kind.RESEED
-            elif change <= least * value:
+            elif change <= least * value and not coded.predicted:
                 kinds[row] = Kind.SAME
         found = [kinds[row] for row in rows]
         if Kind.RESEED not in found and Kind.SAME not in found:
@@ -164,8 +166,7 @@ class LoopSender(LoopEnd, Sender):
         if self.measuring and known.expected is not None:
             plain = x if known.base is None else x - known.base
             assert there.base is not None
-            found = energy(plain, known.part), energy(x - there.base, known.part)
-            self.gained.append((kind, *found))
+            coded.gained = energy(plain, known.part), energy(x - there.base, known.part)
         if kind not in CHANGES:
             message.space.took(coded.payload)
         return coded
@@ -253,7 +254,7 @@ class _Coded:
     """What is to become a section, and the references that its rows will have.
 
     ``y``: what was decoded, where it is there. ``energies``: sums of squares of each row's change
-    and value.
+    and value. ``gained``: see ``Sender.gained``.
     """
 
     kind: Kind
@@ -264,3 +265,4 @@ class _Coded:
     known: Foundation | None = None
     y: Tensor | None = None
     predicted: bool = False
+    gained: tuple[float, float] | None = None
