@@ -83,7 +83,7 @@ BAD = {
         "{}:6: ValueError: the spec name 'int4' is taken by Integer of thinwire.codecs.integer",
     ),
     "an unusable class": (SIGN.replace("(frozen=True)", ""), "{}:6: ValueError: Sign must be a"),
-    "nothing": ("x = 1\n", "{} registers nothing: put @tw.register_codec or"),
+    "nothing": ("x = 1\n", "{} registers nothing: put @tw.register_codec, @tw.register_scheme or"),
     "an empty file": ("", "{} registers nothing"),
     "no text": ("\0\n", "{}: SyntaxError: source code string cannot contain null bytes"),
 }
@@ -247,3 +247,16 @@ def test_a_spec_of_a_plugin_is_read_after_it_is_loaded(
     for words in (["train", "--forward"], ["bench", "codecs", "--codecs"]):
         assert main([*words, "sign:loud=3", "--plugin", str(path)]) == 2
         assert "sign has no option 'loud'; did you mean 'loudness'?" in capsys.readouterr().err
+
+
+def test_a_source_alone_is_a_plugin(registry: None, tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text(
+        "import torch, thinwire as tw\n"
+        "@tw.register_source('half_of_all')\n"
+        "class Half(tw.Source):\n"
+        "    def ids(self, context, rows, positions):\n"
+        "        return torch.zeros(rows, positions, dtype=torch.int64)\n"
+    )
+    assert plugins.load(file) == []
+    assert tw.scheme("predicted(int4,by=half_of_all)").takes == frozenset()

@@ -1,4 +1,4 @@
-"""Plugins: Python files and installed packages that register codecs and schemes.
+"""Plugins: Python files and installed packages that register codecs, schemes and sources.
 
 A plugin is code that somebody chose to run, by naming its file or by installing the package.
 Nothing that is received from a link or read from a checkpoint loads one. A file is run once in a
@@ -41,10 +41,10 @@ def load(file: Path) -> list[str]:
         raise PluginError(f"can't read the plugin {file}: {error}") from None
     if path not in _registered:
         found = _names_of_imported(path) or _run(path, file)
-        if not found:
+        if not found and not spec.is_noted(_module_name(path)):
             raise PluginError(
-                f"{file} registers nothing: put @tw.register_codec or @tw.register_scheme, "
-                "with a name, before a class"
+                f"{file} registers nothing: put @tw.register_codec, @tw.register_scheme or "
+                "@tw.register_source, with a name, before a class"
             )
         _registered[path] = found
     return _registered[path]
@@ -79,10 +79,14 @@ def _names_of_imported(path: Path) -> list[str]:
     return []
 
 
+def _module_name(path: Path) -> str:
+    where = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"thinwire_plugin_{path.stem}_{where}"
+
+
 def _run(path: Path, shown: Path) -> list[str]:
     """Run the file as a module of its own; returns the names that it registers."""
-    where = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
-    name = f"thinwire_plugin_{path.stem}_{where}"
+    name = _module_name(path)
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     made = importlib.util.spec_from_loader(name, loader)
     assert made is not None

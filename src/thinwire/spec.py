@@ -150,6 +150,7 @@ class _Entry:
 
 
 _REGISTRY: dict[str, _Entry] = {}
+_NOTED: set[str] = set()
 
 
 def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T]]:
@@ -220,6 +221,16 @@ def names(kind: Kind | None = None) -> list[str]:
 def names_of(module: str) -> list[str]:
     """The names of the classes that ``module`` defines, sorted."""
     return sorted(n for n, entry in _REGISTRY.items() if entry.cls.__module__ == module)
+
+
+def note(cls: type) -> None:
+    """A class that a plugin registers elsewhere: no spec by itself, but a part of some."""
+    _NOTED.add(cls.__module__)
+
+
+def is_noted(module: str) -> bool:
+    """Whether ``module`` defines such a class."""
+    return module in _NOTED
 
 
 def registered() -> dict[str, object]:

@@ -24,12 +24,14 @@ from thinwire.predict.tables import Tables
 @dataclasses.dataclass
 class Guess:
     """What is expected of positions with ``ids`` [n] each, float32 [n, width]; None: nothing.
-    ``shown``: what a map leads from at ``every`` so manieth of them, to which it is fitted."""
+    ``shown``: what a map leads from at ``every`` so manieth of them, to which it is fitted;
+    ``activation``: at all of them, [n, inputs]."""
 
     ids: list[Tensor]
     values: Tensor | None = None
     shown: Tensor | None = None
     every: int = 1
+    activation: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Expectation:
         self.found: Map | None = None
         #: A map that was sent or has arrived in this step.
         self.passed: Map | None = None
-        self._lessons = Lessons(count)
+        self._count = count
+        self._lessons: dict[int, Lessons] = {}  # by width
         self._samples: dict[tuple[int, int], _Sample] = {}
 
     def begin(self) -> None:
@@ -63,16 +66,20 @@ class Expectation:
         self.passed = None
 
     def _clear(self) -> None:
-        self._lessons.clear()
+        for lessons in self._lessons.values():
+            lessons.clear()
         self._samples.clear()
 
     def guess(self, ids: list[Tensor], source: Tensor | None) -> Guess:
         """What to expect at positions of these ``ids``; ``source``: the map's, float32."""
         values = self.tables(ids)
-        if self.centre is None or source is None:
-            return Guess(ids, values)
+        width = None if source is None else source.shape[1]
+        if self.centre is None or source is None or self.centre.width not in (None, width):
+            return Guess(ids, values, activation=source)
         codes, scales = self.centre.centred(ids, source)
-        if self._map is not None and self._map.codes.shape[0] == codes.shape[1]:
+        fits = self._map is not None and self._map.codes.shape == (width, width)
+        if fits and self.tables.width in (None, width):
+            assert self._map is not None
             if values is None:
                 values = self._map(codes, scales)
             else:
@@ -81,7 +88,7 @@ class Expectation:
         if self.fit is not None:
             every = max(1, len(codes) // SAMPLED)
             shown = codes[::every] * scales[::every, None]
-        return Guess(ids, values, shown, every)
+        return Guess(ids, values, shown, every, source)
 
     def note(
         self,
@@ -98,7 +105,8 @@ class Expectation:
         if kept is not None:
             ids, y = [one[kept] for one in ids], y[kept]
             base = None if base is None else base[kept]
-        values = self._lessons.add(ids, y, base, factor)
+        lessons = self._lessons.setdefault(y.shape[1], Lessons(self._count))
+        values = lessons.add(place, ids, y, base, factor)
         if guess.shown is not None:
             self._samples[place] = _sample(guess, ids, values, kept)
 
@@ -106,12 +114,14 @@ class Expectation:
         """The step counts: learn from it."""
         if self.passed is not None:
             self._map, self.found = self.passed, None
-        if len(self._lessons):
-            self._learn(self._lessons.ids, self._lessons.values)
+        for width in sorted(self._lessons):
+            if len(self._lessons[width]):
+                self._learn(*self._lessons[width].all())
         self._clear()
 
     def _learn(self, ids: list[Tensor], values: Tensor) -> None:
-        self._fit([self._samples[place] for place in sorted(self._samples)])
+        shown = [self._samples[place] for place in sorted(self._samples)]
+        self._fit([one for one in shown if one.values.shape[1] == values.shape[1]])
         largest = ops(values).largest(values)
         near = _near(largest)
         if near is not None:
@@ -120,13 +130,13 @@ class Expectation:
 
     def _fit(self, samples: Sequence[_Sample]) -> None:
         """Fit the map to what the tables leave of ``samples``."""
-        if self.fit is None or not samples:
+        if self.fit is None or not samples or len({len(one.source.T) for one in samples}) > 1:
             return
         ids = [torch.cat(part) for part in zip(*[one.ids for one in samples], strict=True)]
         source = torch.cat([one.source for one in samples])
         left = torch.cat([one.values for one in samples])
         known = self.tables(ids)
-        if known is not None:
+        if known is not None and known.shape == left.shape:
             left = left - known
         near = _near(ops(left).largest(left))
         if near is not None:
@@ -156,13 +166,16 @@ class Expectation:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError, KeyError, TypeError or RuntimeError where it is another's."""
         self.forget()
-        self._map, self.found = _map_of(state, "map"), _map_of(state, "found")
         if self.fit is not None:
             self.fit.load_state_dict(part_of(state, "fit"))
         own = ("map.", "found.", "fit.")
         self.tables.load_state_dict(
             {name: tensor for name, tensor in state.items() if not name.startswith(own)}
         )
+        self._map, self.found = _map_of(state, "map"), _map_of(state, "found")
+        for one in (self._map, self.found):
+            if one is not None and (self.centre is None or len(one.codes) != one.codes.shape[1]):
+                raise ValueError("a map where none belongs")
 
 
 def _sample(guess: Guess, ids: Sequence[Tensor], values: Tensor, kept: Tensor | None) -> _Sample:

@@ -54,7 +54,7 @@ class Expectations:
             self.changes = self._all["changes"] = Expectation(count, centre, fits)
         #: Whether values are learned at visits that send a change too: a map needs their means.
         self.follows = drifts
-        self._ids: dict[int, list[Tensor]] = {}
+        self._ids: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def begin(self) -> None:
         """A step begins: what the last one has shown is gone, unless it counted."""
@@ -70,9 +70,6 @@ class Expectations:
         if change:
             assert self.changes is not None
             return self.changes.guess(ids, vectors)
-        if self._activations is not None and vectors is not None:
-            place = part.microbatch, part.order
-            self._activations.note(place, Guess(ids), vectors, kept=_travelling(part))
         return self.values.guess(ids, vectors)
 
     def without(self, part: Part) -> Guess:
@@ -99,6 +96,8 @@ class Expectations:
             target, before = self.changes, as_vectors(base, part.shape)
         place, kept = (part.microbatch, part.order), _travelling(part)
         target.note(place, guess, vectors, before, 1.0 / part.scale, kept)
+        if self._activations is not None and base is None and guess.activation is not None:
+            self._activations.note(place, Guess(guess.ids), guess.activation, kept=kept)
 
     def settle(self) -> None:
         """The step counts: learn from it."""
@@ -107,12 +106,13 @@ class Expectations:
 
     def _ids_of(self, part: Part) -> list[Tensor]:
         """The ids of each source [positions of the rows], from 0 on: 0 stands for none."""
-        everyone = self._ids.get(part.microbatch)
         rows, positions, _ = form_of(part.shape)
+        known = part.microbatch, rows, positions
+        everyone = self._ids.get(known)
         if everyone is None:
             found = [_checked(one, part.context, rows, positions) for one in self._by.ids]
             everyone = [(ids + 1).clamp_(min=0).bitwise_and_(_MOST_IDS - 1) for ids in found]
-            self._ids[part.microbatch] = everyone
+            self._ids[known] = everyone
         if len(part.rows) == rows:
             return [ids.flatten() for ids in everyone]
         return [ids[list(part.rows)].flatten() for ids in everyone]
@@ -135,14 +135,18 @@ class Expectations:
                 found.append(torch.cat([number_of, one.found.payload]))
         return found
 
-    def take(self, payload: Tensor, shape: Sequence[int]) -> None:
-        """What the other end has told. Raises ValueError where it does not fit."""
-        everyone = list(self._all.values())
-        number = int(payload[0]) if len(payload) else len(everyone)
-        if number >= len(everyone) or everyone[number].centre is None:
-            raise ValueError("a map of something that is expected without one")
-        width = form_of(shape)[2]
-        everyone[number].passed = Map.parsed(payload[1:], width, width)
+    def take(self, payloads: Sequence[Tensor], shape: Sequence[int]) -> None:
+        """What the other end has told. Raises ValueError, with nothing taken, where one does not
+        fit."""
+        everyone, width = list(self._all.values()), form_of(shape)[2]
+        found = {}
+        for payload in payloads:
+            number = int(payload[0]) if len(payload) else len(everyone)
+            if number >= len(everyone) or everyone[number].centre is None or number in found:
+                raise ValueError("a map of something that is expected without one")
+            found[number] = Map.parsed(payload[1:], width, width)
+        for number, one in found.items():
+            everyone[number].passed = one
 
     def most_told(self, shape: Sequence[int]) -> int:
         """The most bytes of ``offers`` for tensors of ``shape``."""
@@ -196,8 +200,14 @@ class Expectations:
 
 def _checked(source: Source, context: Context, rows: int, positions: int) -> Tensor:
     """A source's ids, which may be anybody's. Raises ValueError where they are none."""
-    ids = source.ids(context, rows, positions)
-    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.shape != (rows, positions):
+    try:
+        ids = source.ids(context, rows, positions)
+    except Exception as error:  # it may be anything
+        raise ValueError(
+            f"source {type(source).__name__}: {type(error).__name__}: {error}"
+        ) from error
+    plain = isinstance(ids, Tensor) and ids.layout == torch.strided and not ids.is_meta
+    if not plain or ids.dtype != torch.int64 or ids.shape != (rows, positions):
         found = (
             f"{ids.dtype} of {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         )
@@ -221,8 +231,8 @@ def form_of(shape: Sequence[int]) -> tuple[int, int, int]:
     width], or [rows, width]."""
     if len(shape) == 4:
         return shape[0], shape[2] * shape[3], shape[1]
-    if len(shape) == 2:
-        return shape[0], 1, shape[1]
+    if len(shape) <= 2:
+        return shape[0], 1, math.prod(shape[1:])
     return shape[0], math.prod(shape[1:-1]), shape[-1]
 
 

@@ -67,8 +67,13 @@ class Fit:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises KeyError, TypeError or ValueError where it is another's."""
-        inner, outer = state["inner"].clone(), state["outer"].clone()
-        if inner.shape != (len(inner), len(inner)) or len(outer) != len(inner):
+        inner, outer, counts = state["inner"].clone(), state["outer"].clone(), state["counts"]
+        if inner.dim() != 2 or outer.shape != inner.shape or len(inner) != inner.shape[1]:
             raise ValueError("the saved sums are of other sizes")
-        self._steps, self._sent = state["counts"].tolist()
+        floats = inner.dtype == outer.dtype == torch.float32
+        if not floats or not bool(torch.isfinite(inner).all() & torch.isfinite(outer).all()):
+            raise ValueError("the saved sums are none")
+        if counts.dtype != torch.int64 or counts.shape != (2,) or bool((counts < 0).any()):
+            raise ValueError("the saved counts are none")
+        self._steps, self._sent = counts.tolist()
         self._inner, self._outer = inner, outer

@@ -1,4 +1,4 @@
-"""What the micro-batches of a step have shown: ids, and values in one tensor, step after step."""
+"""What the micro-batches of a step have shown: ids, and values, in the same memory each step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class Lessons:
-    """Positions in the order in which they came, with ``count`` ids each."""
+    """Positions of one width, with ``count`` ids each."""
 
     def __init__(self, count: int) -> None:
         self._ids: list[list[Tensor]] = [[] for _ in range(count)]
+        self._parts: list[tuple[tuple[int, int], int, int]] = []  # place, first, behind the last
         self._room = torch.empty(0, 0)
         self._used = 0
 
@@ -23,37 +24,43 @@ class Lessons:
         """Hold nothing."""
         for ids in self._ids:
             ids.clear()
+        self._parts.clear()
         self._used = 0
 
-    def add(self, ids: Sequence[Tensor], y: Tensor, base: Tensor | None, factor: float) -> Tensor:
-        """Positions of ``ids`` [n] each have shown y - base, times ``factor``, float32 [n, width];
-        returns that, which is good until the next call."""
+    def add(
+        self,
+        place: tuple[int, int],
+        ids: Sequence[Tensor],
+        y: Tensor,
+        base: Tensor | None,
+        factor: float,
+    ) -> Tensor:
+        """Positions of ``ids`` [n] each have shown y - base, times ``factor``, float32 [n, width],
+        at this ``place`` of the step; returns that, which is good until the next call."""
         for known, each in zip(self._ids, ids, strict=True):
             known.append(each)
         n, width = y.shape
-        if self._room.shape[1] != width or self._room.device != y.device:
-            if self._used:
-                raise ValueError(f"values of {self._room.shape[1]} and of {width} in one step")
-            self._room = y.new_empty((0, width))
-        if self._used + n > len(self._room):
-            more = y.new_empty(max(2 * len(self._room), self._used + n), width)
-            more[: self._used] = self._room[: self._used]
+        first, self._used = self._used, self._used + n
+        self._parts.append((place, first, self._used))
+        room = self._room
+        if self._used > len(room) or room.shape[1] != width or room.device != y.device:
+            more = y.new_empty(max(2 * len(self._room), self._used), width)
+            if first:
+                more[:first] = self._room[:first]
             self._room = more
-        there = self._room[self._used : self._used + n]
-        self._used += n
+        there = self._room[first : self._used]
         if base is None:
             there.copy_(y)
         else:
             torch.sub(y, base, out=there)
         return there if factor == 1.0 else there.mul_(factor)
 
-    @property
-    def ids(self) -> list[Tensor]:
-        """Of all positions."""
-        return [torch.cat(ids) for ids in self._ids]
-
-    @property
-    def values(self) -> Tensor:
-        """Of all positions, float32 [n, width]; its own, to be changed at will before the next
-        step."""
-        return self._room[: self._used]
+    def all(self) -> tuple[list[Tensor], Tensor]:
+        """The ids of all positions, and their values float32 [n, width], in order of their places,
+        whatever the order in which they came. Its own, to be changed at will."""
+        ids, values = [torch.cat(each) for each in self._ids], self._room[: self._used]
+        parts = sorted(self._parts)
+        if parts == self._parts:
+            return ids, values
+        order = torch.cat([torch.arange(first, end) for _, first, end in parts]).to(values.device)
+        return [each[order] for each in ids], values[order]

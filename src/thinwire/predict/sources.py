@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from thinwire import spec
 from thinwire.errors import SpecError
 
 Context = Mapping[str, Tensor]
@@ -47,6 +48,7 @@ def register_source(name: str) -> Callable[[type[Source]], type[Source]]:
         if name in (OFF, *_VECTORS):
             raise ValueError(f"{name!r} is the name of another source")
         _SOURCES[name] = cls()
+        spec.note(cls)
         return cls
 
     return add

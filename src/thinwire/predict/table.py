@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.native.expect import exponent_for, means
+from thinwire.native.expect import CLAMP, MEMORY, exponent_for, means
 from thinwire.predict.ops import ops
 
 #: Values are counted in units of which the largest of the first step has up to 2^13.
@@ -85,9 +85,12 @@ class Table:
         if state["sums"].shape != self._sums.shape or state["counts"].shape != self._counts.shape:
             raise ValueError("the saved table has another size")
         sums, counts, units = state["sums"], state["counts"], state["unit"].tolist()
-        whole = sums.dtype == counts.dtype == torch.int32 and bool((counts >= 0).all())
+        whole = sums.dtype == counts.dtype == torch.int32 and state["unit"].dtype == torch.int64
         if not whole or len(units) > 1 or not all(-100 <= unit <= 100 for unit in units):
             raise ValueError("the saved table is none")
+        counted = bool(((counts >= 0) & (counts <= MEMORY)).all())
+        if not sums.numel() or not counted or int(sums.abs().max()) > CLAMP * MEMORY:
+            raise ValueError("the saved table holds what none learns")
         self._sums, self._counts = sums.clone(), counts.clone()
         self._unit = units[0] if units else None
         self.values.zero_()

@@ -66,6 +66,8 @@ class Tables:
         tables = []
         for number in range(self._count):
             part = {name: state[f"{number}.{name}"] for name in ("sums", "counts", "unit")}
+            if part["sums"].dim() != 2:
+                raise ValueError("a table has two dimensions")
             table = Table(*part["sums"].shape)
             table.load_state_dict(part)
             tables.append(table)

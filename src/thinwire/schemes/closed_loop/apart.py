@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import within
 from thinwire.predict import form_of
 from thinwire.predict.far import is_far
 from thinwire.predict.ops import ops
@@ -82,9 +83,15 @@ class Apart:
             raise ValueError("positions that travel apart, and are not finite")
         return cls(found, values)
 
-    def put(self, y: Tensor, rows: Sequence[int], shape: Sequence[int]) -> bool:
-        """Let what belongs to ``rows`` stand in ``y`` [rows, n], any float dtype. Whether anything
-        does."""
+    def put(
+        self,
+        y: Tensor,
+        rows: Sequence[int],
+        shape: Sequence[int],
+        lengths: Sequence[int] | None = None,
+    ) -> bool:
+        """Let what belongs to ``rows`` stand in ``y`` [rows, n], any float dtype, within each
+        row's length. Whether anything does."""
         _, positions, width = form_of(shape)
         row, position = self.places // positions, self.places % positions
         numbers = torch.full((shape[0],), -1, dtype=torch.int64, device=row.device)
@@ -94,6 +101,8 @@ class Apart:
             return False
         there = y.view(len(rows), positions, width)
         there[numbers[row[mine]], position[mine]] = self.vectors[mine].to(y.dtype)
+        if lengths is not None:
+            y.masked_fill_(~within(lengths, y.shape[1], y.device), 0.0)
         return True
 
     def instead(

@@ -217,7 +217,7 @@ class LoopEnd(End):
     ) -> Foundation | None:
         """What both ends know of ``rows``, which travel as ``kind``, before they are decoded; None
         where that is nothing, or their references alone."""
-        if self.learned is None or kind == Kind.SAME:
+        if self.learned is None or kind == Kind.SAME or not math.prod(shape):
             return None
         lengths = lengths_at(visit, rows)
         part = Part(microbatch, kind, rows, shape, visit.context, visit.scale, lengths)
@@ -236,8 +236,11 @@ class LoopEnd(End):
     ) -> Tensor | None:
         if self.activations is None:
             return None
-        found = self.activations.transmitted(microbatch, math.prod(shape[1:]))
-        return None if found is None else rows_at(found, rows)
+        width = math.prod(shape[1:])
+        found = self.activations.transmitted(microbatch, width)
+        if found is None or found.shape != (shape[0], width):
+            return None
+        return rows_at(found, rows)
 
     def learn(self, known: Foundation | None, y: Tensor | None) -> None:
         """``y`` float32 [rows, n] was decoded of what was ``known``."""

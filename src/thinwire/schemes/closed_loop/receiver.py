@@ -74,13 +74,13 @@ class LoopReceiver(LoopEnd, Receiver):
 
     def _take(self, beside: Sequence[Section], shape: tuple[int, ...]) -> None:
         """Learn what both ends are to expect by from now on."""
-        for section in beside:
-            if section.kind == Kind.MAP:
-                assert self.learned is not None
-                try:
-                    self.learned.take(section.payload, shape)
-                except ValueError as error:
-                    raise FrameError(str(error)) from None
+        maps = [section.payload for section in beside if section.kind == Kind.MAP]
+        if maps:
+            assert self.learned is not None
+            try:
+                self.learned.take(maps, shape)
+            except ValueError as error:
+                raise FrameError(str(error)) from None
 
     def _decode(
         self,
@@ -116,7 +116,7 @@ class LoopReceiver(LoopEnd, Receiver):
         value = coder.decode(payload, y.shape, torch.float32, len(keys), lengths)
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"codec {coder}: the payload holds values that are not finite")
-        changed = apart is not None and apart.put(value, rows, section.shape)
+        changed = apart is not None and apart.put(value, rows, section.shape, lengths)
         y.copy_(saturated(value, y.dtype))
         if section.kind == Kind.VALUE or self.store is None:
             return _Decoded(None, value)
@@ -135,7 +135,7 @@ class LoopReceiver(LoopEnd, Receiver):
         assert there.y is not None
         coder, lengths = self.coder(section.kind), known.part.lengths
         coder.decode_change(payload, lengths, there.before, there.after, there.keeping, y)
-        if apart is not None and apart.put(there.y, known.part.rows, section.shape):
+        if apart is not None and apart.put(there.y, known.part.rows, section.shape, lengths):
             y.copy_(saturated(there.y, y.dtype))
         if section.kind == Kind.VALUE or self.store is None:
             return _Decoded(None, there.y)

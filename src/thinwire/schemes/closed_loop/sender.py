@@ -123,7 +123,7 @@ class LoopSender(LoopEnd, Sender):
         for row, (change, value) in zip(rows, coded.energies, strict=True):
             if change > value and self.coding.reseeds:
                 kinds[row] = Kind.RESEED
-            elif change <= least * value and not coded.predicted:
+            elif change <= least * value and not coded.predicted and message.apart is None:
                 kinds[row] = Kind.SAME
         found = [kinds[row] for row in rows]
         if Kind.RESEED not in found and Kind.SAME not in found:
@@ -160,7 +160,7 @@ class LoopSender(LoopEnd, Sender):
         coded = self._against(kind, rows, message, there, known, steps, x)
         assert coded.y is not None
         if apart is not None:
-            apart.put(coded.y, rows, shape)
+            apart.put(coded.y, rows, shape, known.part.lengths)
         if kind != Kind.VALUE:
             coded.references = self.keeping.keep(coded.y, known.part.lengths)
         if self.measuring and known.expected is not None:
@@ -224,7 +224,7 @@ class LoopSender(LoopEnd, Sender):
         if not widened:
             return _Coded(kind, rows, payload)
         y = coder.decode(payload, part.shape, torch.float32, len(rows), lengths)
-        changed = message.apart is not None and message.apart.put(y, rows, message.shape)
+        changed = message.apart is not None and message.apart.put(y, rows, message.shape, lengths)
         kept = None
         if kind != Kind.VALUE and self.store is not None:
             kept = self.kept(None if changed else coder, payload, y, lengths)
