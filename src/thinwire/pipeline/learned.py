@@ -84,12 +84,11 @@ class Learned:
         """Write what was learned into ``folder``; returns what was written, as JSON."""
         written = []
         for held in self._held:
-            tensors = held.state.state_dict()
-            if tensors:
-                save_file(
-                    {name: t.contiguous().cpu() for name, t in tensors.items()}, folder / held.file
-                )
-                written.append({**held.where, "scheme": str(held.link.scheme)})
+            tensors = held.state.state_dict()  # none, where nothing was learned yet
+            save_file(
+                {name: t.contiguous().cpu() for name, t in tensors.items()}, folder / held.file
+            )
+            written.append({**held.where, "scheme": str(held.link.scheme)})
         return written
 
     def load(self, folder: Path, written: Sequence[Mapping[str, Any]]) -> dict[str, str]:
