@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.schemes.links import Link, full, mixed_step, normal, on_the_wire, visits_of
-from thinwire.errors import FrameError, SpecError
+from thinwire.errors import FrameError
 from thinwire.frame import Kind, Section
 from thinwire.predict import Map, Part, fit
-from thinwire.schemes import Visit, scheme
+from thinwire.schemes import Visit
 
 ROWS, POSITIONS, WIDTH, TOKENS = 4, 16, 32, 20
 SAMPLES = 32
@@ -214,21 +214,6 @@ def test_an_end_that_has_lost_what_it_expects_refuses_what_is_predicted() -> Non
     for end in (link.sender, link.receiver):
         end.repair(there.keys)
     train(link, 12, 20)
-
-
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        ("delta(int4,by=tokens)", "nothing is predicted by 'tokens'"),
-        ("delta(int4,by=token+token)", "by 'token' once is enough"),
-        ("delta(int4,by=off+token)", "nothing is predicted by 'off'"),
-        ("predicted(int4,by=token+drift)", "only changes drift"),
-    ],
-)
-def test_what_cannot_be_predicted_by_is_told(spec: str, why: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        scheme(spec)
-    assert why in str(caught.value)
 
 
 def test_what_was_expected_is_measured() -> None:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from thinwire.native import library
+from thinwire.native.tensors import usable
+
+__all__ = ["add", "centre", "expect", "largest", "learn", "stand", "usable", "weigh"]
 
 _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _TABLES = (_INT, _POINTER, _POINTER, _POINTER)
@@ -29,11 +32,6 @@ _SIGNATURES = {
         *(_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER),
     ),
 }
-
-
-def usable(x: Tensor) -> bool:
-    """Whether the kernels are there and take ``x``'s device."""
-    return x.device.type == "cpu" and library.library() is not None
 
 
 def expect(ids: Sequence[Tensor], tables: Sequence[Tensor]) -> Tensor:

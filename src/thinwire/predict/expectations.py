@@ -159,7 +159,8 @@ class Expectations:
     def digest(self) -> int:
         """A hash of all that both ends hold alike."""
         seen = xxhash.xxh3_64()
-        for name, tensor in sorted(self._shared().items()):
+        shared = self._named({name: one.shared_state() for name, one in self._all.items()})
+        for name, tensor in sorted(shared.items()):
             seen.update(name.encode())
             seen.update(tensor.cpu().contiguous().numpy().tobytes())
         return seen.intdigest()
@@ -170,20 +171,13 @@ class Expectations:
         for one in self._all.values():
             one.forget()
 
-    def _shared(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{key}": tensor
-            for name, one in self._all.items()
-            for key, tensor in one.shared_state().items()
-        }
-
     def state_dict(self) -> dict[str, Tensor]:
         """What ``load_state_dict`` restores, between two steps."""
-        return {
-            f"{name}.{key}": tensor
-            for name, one in self._all.items()
-            for key, tensor in one.state_dict().items()
-        }
+        return self._named({name: one.state_dict() for name, one in self._all.items()})
+
+    @staticmethod
+    def _named(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {f"{name}.{key}": t for name, state in states.items() for key, t in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError where it is another's, and begins anew."""

@@ -26,16 +26,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
 from typing import Literal
-
-import torch
 
 from thinwire.codecs import Codec, codec
 from thinwire.predict import sources
 from thinwire.predict.sources import OFF
-from thinwire.schemes.base import Keyed, Receiver, Scheme, Sender, needs_alone
-from thinwire.schemes.closed_loop import Coding, LoopReceiver, LoopSender
+from thinwire.schemes.base import Keyed, Scheme, needs_alone
+from thinwire.schemes.closed_loop import Coding, LoopScheme
 from thinwire.schemes.value import Value
 from thinwire.spec import register
 
@@ -45,7 +42,7 @@ FIRST_VISIT = codec("int8")
 
 @register("scheme", "delta")
 @dataclasses.dataclass(frozen=True)
-class Delta(Scheme):
+class Delta(LoopScheme):
     """``change`` codes the later visits, ``first`` each sample's first, ``second`` the one after;
     ``ref`` keeps what both ends remember; ``by`` predicts values and changes."""
 
@@ -69,37 +66,13 @@ class Delta(Scheme):
         return self.change, self.first, self.second
 
     @property
-    def _coding(self) -> Coding:
+    def coding(self) -> Coding:
         change, first, second = self._codecs
         return Coding(str(self), change, first, second, self.ref, by=self.by)
-
-    @property
-    def by_activations(self) -> bool:
-        return self._coding.by_activations
-
-    @property
-    def takes(self) -> frozenset[str]:
-        return sources(self.by).takes
 
     @property
     def keyed(self) -> Keyed:
         return Keyed("sample", shared=True, kept=self.ref)
 
-    @property
-    def stochastic(self) -> bool:
-        return any(c.stochastic for c in self._codecs)
-
-    def sender(self) -> Sender:
-        return LoopSender(self._coding)
-
-    def receiver(self) -> Receiver:
-        return LoopReceiver(self._coding)
-
     def stateless(self) -> Scheme:
         return Value(self.first)
-
-    def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self._coding.row_nbytes(n)
-
-    def told_nbytes(self, shape: Sequence[int]) -> int:
-        return self._coding.told_nbytes(shape)

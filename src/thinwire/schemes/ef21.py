@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import torch
-
 from thinwire.codecs import Codec
-from thinwire.schemes.base import Keyed, Receiver, Scheme, Sender, needs_alone
-from thinwire.schemes.closed_loop import Coding, LoopReceiver, LoopSender
+from thinwire.schemes.base import Keyed, Scheme, needs_alone
+from thinwire.schemes.closed_loop import Coding, LoopScheme
 from thinwire.schemes.delta import FIRST_VISIT
 from thinwire.schemes.value import Value
 from thinwire.spec import register
@@ -26,7 +24,7 @@ from thinwire.spec import register
 
 @register("scheme", "ef21")
 @dataclasses.dataclass(frozen=True)
-class EF21(Scheme):
+class EF21(LoopScheme):
     """``change`` codes every visit; ``ref`` keeps g."""
 
     change: Codec
@@ -37,7 +35,7 @@ class EF21(Scheme):
         needs_alone("ef21", self.change)
 
     @property
-    def _coding(self) -> Coding:
+    def coding(self) -> Coding:
         change = self.change
         return Coding(str(self), change, change, change, self.ref, reseeds=False)
 
@@ -45,19 +43,6 @@ class EF21(Scheme):
     def keyed(self) -> Keyed:
         return Keyed(self.key, shared=True, kept=self.ref)
 
-    @property
-    def stochastic(self) -> bool:
-        return self.change.stochastic
-
-    def sender(self) -> Sender:
-        return LoopSender(self._coding)
-
-    def receiver(self) -> Receiver:
-        return LoopReceiver(self._coding)
-
     def stateless(self) -> Scheme:
         """Dense, as what the model was trained on: ``change`` alone would be another function."""
         return Value(FIRST_VISIT)
-
-    def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self.change.most_row_nbytes(n, torch.float32)

@@ -19,23 +19,20 @@ through the codec.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-
-import torch
 
 from thinwire.codecs import Codec
 from thinwire.errors import SpecError
 from thinwire.predict import sources
 from thinwire.predict.sources import DRIFT
-from thinwire.schemes.base import Receiver, Scheme, Sender, needs_alone
-from thinwire.schemes.closed_loop import Coding, LoopReceiver, LoopSender
+from thinwire.schemes.base import Scheme, needs_alone
+from thinwire.schemes.closed_loop import Coding, LoopScheme
 from thinwire.schemes.value import Value
 from thinwire.spec import register
 
 
 @register("scheme", "predicted")
 @dataclasses.dataclass(frozen=True)
-class Predicted(Scheme):
+class Predicted(LoopScheme):
     """``by``: the sources of what is expected, the most telling first."""
 
     codec: Codec
@@ -47,32 +44,8 @@ class Predicted(Scheme):
             raise SpecError(f"by={self.by}: only changes drift, as delta(…,by=…) sends them")
 
     @property
-    def _coding(self) -> Coding:
+    def coding(self) -> Coding:
         return Coding(str(self), self.codec, self.codec, self.codec, None, by=self.by)
-
-    @property
-    def by_activations(self) -> bool:
-        return self._coding.by_activations
-
-    @property
-    def takes(self) -> frozenset[str]:
-        return sources(self.by).takes
-
-    @property
-    def stochastic(self) -> bool:
-        return self.codec.stochastic
-
-    def sender(self) -> Sender:
-        return LoopSender(self._coding)
-
-    def receiver(self) -> Receiver:
-        return LoopReceiver(self._coding)
 
     def stateless(self) -> Scheme:
         return Value(self.codec)
-
-    def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
-        return self._coding.row_nbytes(n)
-
-    def told_nbytes(self, shape: Sequence[int]) -> int:
-        return self._coding.told_nbytes(shape)

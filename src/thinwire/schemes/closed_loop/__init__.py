@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from thinwire.schemes.closed_loop.coding import Coding
-from thinwire.schemes.closed_loop.receiver import LoopReceiver
-from thinwire.schemes.closed_loop.sender import LoopSender
+from thinwire.schemes.closed_loop.scheme import LoopScheme
 
-__all__ = ["Coding", "LoopReceiver", "LoopSender"]
+__all__ = ["Coding", "LoopScheme"]

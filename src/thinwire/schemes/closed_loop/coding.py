@@ -63,10 +63,19 @@ class Coding:
         """Whether values are predicted by what has travelled forward."""
         return ACTIVATION in sources(self.by).vectors
 
+    @property
+    def takes(self) -> frozenset[str]:
+        """The names of the tensors of ``Visit.context`` that it needs in training."""
+        return sources(self.by).takes
+
+    @property
+    def codecs(self) -> set[Codec]:
+        """All that it uses."""
+        return {self.change, self.first, self.second}
+
     def row_nbytes(self, n: int) -> int:
         """The most payload bytes of a row of up to ``n`` values."""
-        codecs = {self.change, self.first, self.second}
-        return (self.by != OFF) + max(c.most_row_nbytes(n, torch.float32) for c in codecs)
+        return (self.by != OFF) + max(c.most_row_nbytes(n, torch.float32) for c in self.codecs)
 
     def told_nbytes(self, shape: Sequence[int]) -> int:
         """The most payload bytes beside the rows of a tensor of ``shape``."""
