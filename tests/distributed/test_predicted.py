@@ -192,3 +192,85 @@ def test_both_directions_are_predicted_by_maps(pool: Pool, world_size: int) -> N
             ends.setdefault(name.rsplit(" ", 1)[0], set()).add(digest)
     assert len(ends) >= links
     assert all(len(digests) == 1 for digests in ends.values()), ends
+
+
+def evaluated(rank: int, world_size: int) -> tuple[list[float], list[dict[str, int]], list[Any]]:
+    """Losses exact, by the codec alone, by tables, twice; digests before and after; kinds."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    plan = tw.Plan("predicted(int2,by=token+position)", "int8")
+    pipeline = tw.Pipeline(schedule, made, plan, deadline=20)
+    for number in range(12):
+        x, y, context = batch(number)
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, context=context)
+    x, y, context = batch(12)
+    inputs, digests = ((x,) if rank == 0 else ()), [pipeline.state_digests()]
+    losses = [
+        pipeline.eval(*inputs, target=y, codec=codec, context=context if known else None).loss
+        for codec, known in ((False, False), (True, False), (True, True), (True, True))
+    ]
+    digests.append(pipeline.state_digests())
+    with pytest.raises(ValueError, match="needs context with token"):
+        pipeline.eval(*inputs, target=y, context={})
+    links = [link for link in pipeline.link_reports() if link["direction"] == "forward"]
+    counted = [(link["evaluation_messages"], link["evaluation_bytes"]) for link in links]
+    x, y, context = batch(13)
+    losses.append(pipeline.step(*inputs, target=y, context=context).loss)
+    pipeline.close()
+    return losses, digests, counted
+
+
+def test_evaluation_predicts_and_learns_nothing(pool: Pool) -> None:
+    found = pool.run(evaluated, world_size=2)
+    for losses, digests, _ in found:
+        exact, plain, by_tables, again, _ = losses
+        assert by_tables == again
+        assert len({exact, plain, by_tables}) == 3
+        assert digests[0] == digests[1]
+    assert found[0][0] == found[1][0]
+
+
+def adopted(rank: int, world_size: int, folder: str, scheme: str) -> tuple[list[str], float, float]:
+    """What a pipeline that only evaluates says where it is to expect what another had learned,
+    which was of ``scheme``, and its loss; the other's."""
+    plan = tw.Plan("delta(int2,first=int2,by=token+drift)", "raw")
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    pipeline = tw.Pipeline(schedule, made, plan, deadline=20)
+    for number in range(6):
+        ids, x, y = setup.batch(number)
+        given = {"token": x}
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, sample_ids=ids, context=given)
+    mine = Path(folder) / str(rank)
+    saved = pipeline.checkpoint(mine)
+    inputs = (x,) if rank == 0 else ()
+    before = pipeline.eval(*inputs, target=y, context=given).loss
+    pipeline.close()
+    for one in saved["learned"]:
+        one["scheme"] = scheme or one["scheme"]
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    other = tw.Pipeline(schedule, made, tw.Plan("predicted(int2,by=token)", "raw"), deadline=20)
+    lines = other.expect({mine: saved})
+    after = other.eval(*inputs, target=y, context=given).loss
+    other.close()
+    return lines, before, after
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"),
+    [
+        ("", ""),
+        ("predicted(int2,by=position)", "it was of predicted(int2,by=position)"),
+        ("nonsense", "unknown codec or scheme 'nonsense'"),
+    ],
+)
+def test_another_pipeline_expects_what_was_learned(
+    scheme: str, why: str, pool: Pool, tmp_path: Path
+) -> None:
+    for lines, before, after in pool.run(adopted, str(tmp_path), scheme, world_size=2):
+        if not why:
+            assert not lines
+            assert after == before
+        else:
+            assert len(lines) == 1
+            assert lines[0].startswith("link forward 0→1 expects nothing (")
+            assert why in lines[0]
+            assert after != before

@@ -75,6 +75,28 @@ def test_a_run_is_what_its_summary_says(processes: int, pool: Pool, tmp_path: Pa
     assert sorted(path for path in Path(folder).rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    "forward", ["delta(int2,first=int2,by=token+drift)", "predicted(int2,by=token)"]
+)
+def test_what_was_learned_is_used_in_evaluation(forward: str, pool: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    options = [*TINY, "--data.path", text_in(tmp_path), f"--forward={forward}"]
+    pool.run(run, [*options, "--backward=int8"], folder, world_size=2)
+    summary = summary_of(folder)
+    for processes in (1, 2):
+        for document, shown in pool.run(
+            scored, ["--codec=as-trained"], folder, world_size=processes
+        ):
+            assert not isinstance(document, str), document
+            (trained,) = document["scores"]
+            assert trained["loss"] == summary["val_loss_codec"]
+            assert trained["plan"] == "predicted(int2,by=token)"
+            assert "note" not in shown
+    ((plain, _),) = pool.run(scored, ["--codec=int2"], folder, world_size=1)
+    assert not isinstance(plain, str)
+    assert plain["scores"][0]["loss"] != summary["val_loss_codec"]
+
+
 def test_any_codec_may_stand_on_the_links(pool: Pool, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     options = [*TINY, "--data.path", text_in(tmp_path)]

@@ -20,6 +20,7 @@ from thinwire.counters import Timers
 from thinwire.errors import LinkError
 from thinwire.frame import Direction, Place
 from thinwire.network import Transport
+from thinwire.predict import Still
 from thinwire.schemes import Foreseen, Receiver, Scheme, Sender, Value, Visit
 from thinwire.schemes.base import RAW
 from thinwire.store import ReferenceStore
@@ -27,6 +28,7 @@ from thinwire.store.references import PARTS
 
 #: A frame that says why its sender gave up must fit into every posted receive.
 _MIN_RECEIVE = 4096
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,16 +228,41 @@ class Link(ABC):
         return range(len(sample_ids)) if self.by_slot else sample_ids
 
     def active_scheme(self) -> Scheme:
-        """The scheme of this step: its stateless part in evaluation, raw where exact is asked."""
+        """The scheme of this step: in evaluation what moves no state, raw where exact is asked."""
         if self.plan.train:
             return self.scheme
-        return self.scheme.stateless() if self.plan.codec else Value(RAW)
+        if not self.plan.codec:
+            return Value(RAW)
+        evaluated = self._evaluated
+        return evaluated if evaluated.takes <= self._known else self.scheme.stateless()
+
+    @functools.cached_property
+    def _evaluated(self) -> Scheme:
+        return self.scheme.evaluated()
+
+    @property
+    def _known(self) -> frozenset[str]:
+        """The names of the step's context."""
+        return frozenset(self.plan.microbatches[0].context) if self.plan.microbatches else _NOTHING
+
+    def state_for(self, boundary: Boundary, microbatch: int, visit: Visit) -> tuple[Any, int]:
+        """The end for a micro-batch's tensor, and the micro-batch's number there: in evaluation one
+        of its own, which expects what is expected in training, and is then gone."""
+        state = self.states[boundary.index]
+        if self.plan.train:
+            return state, microbatch
+        scheme = self.active_scheme()
+        end: Sender | Receiver = scheme.sender() if self.role == "sender" else scheme.receiver()
+        if end.learned is not None and state.learned is not None:
+            end.learned = Still(state.learned)
+        end.begin_step([visit])
+        return end, 0
 
     def max_bytes(self, microbatch: int) -> int:
         """The most bytes of a micro-batch's message."""
         plan = self.plan
         rows = plan.microbatches[microbatch].rows
-        known = (rows, plan.seq_len, plan.train, plan.codec, plan.dense)
+        known = (rows, plan.seq_len, plan.train, plan.codec, plan.dense, self._known)
         if known not in self._most:
             self._most[known] = self._max_bytes(rows)
         return self._most[known]

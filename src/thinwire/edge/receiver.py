@@ -155,8 +155,8 @@ class LinkReceiver(Link):
                 raise FrameError(f"boundary tensor {boundary.index} should travel as it is")
             return RAW.decode(head.payload, shape, head.dtype).to(boundary.dtype)
         visit, scheme = self.visit(boundary, microbatch, shape), self.active_scheme()
-        state = self.states[boundary.index] if self.plan.train else scheme.receiver()
-        y = state.decode(sections, microbatch, visit)
+        state, number = self.state_for(boundary, microbatch, visit)
+        y: Tensor = state.decode(sections, number, visit)
         fault = fault_of_tensor(y, shape)
         if fault is not None:
             raise ValueError(f"scheme {scheme}: {fault}")

@@ -209,10 +209,10 @@ class LinkSender(Link):
         scheme = self.active_scheme()
         if isinstance(scheme, Value) and scheme.codec == RAW and self.plan.train:
             check_finite(x, scheme, visit.valid)
-        state = self.states[boundary.index] if self.plan.train else scheme.sender()
+        state, number = self.state_for(boundary, microbatch, visit)
         if self.scaled_by is not None:
             x = x.to(torch.float32) / self.scaled_by
-        sections = state.encode(x, microbatch, visit, out)
+        sections: list[Section] = state.encode(x, number, visit, out)
         most = self.max_payload(boundary, len(visit.lengths))
         fault = fault_of_sections(sections, x.shape, most)
         if fault is not None:

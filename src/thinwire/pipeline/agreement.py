@@ -113,7 +113,7 @@ class Agreement:
             limits.microbatches,
             limits.seed,
             self._frozen.count,
-            request.context if request.train else None,
+            request.context,
         )
         if mine:
             with self._failures.shared():
@@ -132,7 +132,8 @@ class Agreement:
             if error is None and request.train and request.sample_ids is None and limits.needs_keys:
                 error = f"plan {limits.schemes} needs sample_ids"
             missing = sorted(limits.takes - set(request.context or ()))
-            if error is None and request.train and missing:
+            needed = request.train or request.context is not None
+            if error is None and needed and missing:
                 error = f"plan {limits.schemes} needs context with {', '.join(missing)}"
             if error is not None:
                 return {"error": error}
@@ -167,7 +168,7 @@ class Agreement:
         for name, given in (("dense", request.dense), ("measure", request.measure)):
             if bool(given) != header[name]:
                 return f"rank {self._rank} was given another {name} than the first stage's rank"
-        if request.train and header["context"]:
+        if header["context"]:
             wrong = context_error(request.context, header["rows"])
             if wrong is not None or request.context is None:
                 what = wrong or "without context"
@@ -207,7 +208,7 @@ def header(request: Request, known: str | None) -> dict[str, Any]:
         "loss_scale": request.loss_scale,
         "dense": bool(request.dense),
         "measure": bool(request.measure),
-        "context": context_digests(request.context) if request.train else {},
+        "context": context_digests(request.context),
     }
 
 

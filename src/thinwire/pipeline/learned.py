@@ -18,7 +18,9 @@ from thinwire.counters import link_name
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
 from thinwire.pipeline.remembered import COMPARE_EVERY, place_of, unequal
 from thinwire.predict import Expectations
+from thinwire.schemes import scheme
 
+_TENSOR = ("edge", "direction", "tensor")
 #: By the name of a link, a hash from each of its ends that is here.
 Digests = dict[str, list[str]]
 
@@ -109,10 +111,33 @@ class Learned:
                     anew[held.name] = str(error)
         return anew
 
+    def adopt(self, parts: Mapping[Path, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+        """Expect what ``save`` wrote of these links into folders, at either end; returns why some
+        expect nothing, by link. For evaluation: what only learns from more is left behind."""
+        without = {}
+        for held in self._held:
+            held.state.forget()
+            tensor = {k: v for k, v in held.where.items() if k in _TENSOR}
+            found = [
+                (folder / _Held(dict(one), held.link, held.state).file, one["scheme"])
+                for folder, written in parts.items()
+                for one in written
+                if all(one[k] == v for k, v in tensor.items())
+            ]
+            try:
+                if not found:
+                    raise ValueError("the checkpoint holds nothing")
+                file, spec = found[0]
+                if scheme(spec).evaluated() != held.link.scheme:
+                    raise ValueError(f"it was of {spec}")
+                held.state.load_state_dict(load_file(file))
+            except (ValueError, OSError, SafetensorError) as error:
+                held.state.forget()
+                without[held.name] = str(error)
+        return without
 
-def lines(anew: Iterable[Mapping[str, str]]) -> list[str]:
-    """A line for each link that begins anew, and why."""
-    found = {name: why for one in anew for name, why in one.items()}
-    return [
-        f"what link {name} expects is learned anew ({why})" for name, why in sorted(found.items())
-    ]
+
+def lines(reasons: Iterable[Mapping[str, str]], what: str) -> list[str]:
+    """A line for each link that expects ``what`` instead of what was saved, and why."""
+    found = {name: why for one in reasons for name, why in one.items()}
+    return [f"link {name} expects {what} ({why})" for name, why in sorted(found.items())]

@@ -261,12 +261,16 @@ class Pipeline:
         target: Tensor | None = None,
         lengths: Tensor | None = None,
         codec: bool = True,
+        context: Mapping[str, Tensor] | None = None,
     ) -> EvalResult:
         """Forward of one batch without gradients; moves no scheme's state.
 
-        ``codec=False`` sends exact values. Modules are put into evaluation mode meanwhile.
+        ``codec=False`` sends exact values. With ``context``, as ``step`` has it, values are
+        predicted by the tables that training has left; nothing is learned. Modules are put into
+        evaluation mode meanwhile.
         """
-        plan = self._agreement.plan(Request(False, inputs, target, None, lengths, codec=codec))
+        request = Request(False, inputs, target, None, lengths, codec=codec, context=context)
+        plan = self._agreement.plan(request)
         modes = [(m, m.training) for s in self.stages for m in s.submod.modules()]
         with self._failures.shared():
             try:
@@ -423,11 +427,26 @@ class Pipeline:
             lines += [
                 f"samples run through frozen stages once more ({one[1]})" for one in found if one[1]
             ]
-            lines += learned_lines(one[3] for one in found)
+            lines += learned_lines((one[3] for one in found), "what is learned anew")
             if not self._learned.conclude(one[4] for one in found):
                 lines.append("what links expect differs at their two ends: it is learned anew")
             if not self._remembered.compare(self._control.gather_setup):
                 lines.append("references that differ at the two ends of a link are dropped")
+            self.transport.flush(self.deadline)
+        return lines
+
+    def expect(self, parts: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+        """Evaluate by the tables of a checkpoint, under the schemes' ``evaluated()``: by folder
+        what ``checkpoint`` returned, of any ranks that held these links (collective).
+
+        Returns a line for each link that expects nothing.
+        """
+        with self._failures.shared():
+            without = self._learned.adopt({at: saved["learned"] for at, saved in parts.items()})
+            found = self._control.gather_setup([without, self._learned.digests()])
+            lines = learned_lines((one[0] for one in found), "nothing")
+            if not self._learned.conclude(one[1] for one in found):
+                lines.append("what links expect differs at their two ends: they expect nothing")
             self.transport.flush(self.deadline)
         return lines
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from thinwire.predict.exact import Map, on_grid
 from thinwire.predict.expectation import Guess
-from thinwire.predict.expectations import Expectations, Part, as_vectors, form_of
+from thinwire.predict.expectations import Expectations, Part, Still, as_vectors, form_of
 from thinwire.predict.fit import Fit
-from thinwire.predict.sources import By, Context, Source, register_source, sources
+from thinwire.predict.sources import By, Context, Source, register_source, sources, tables_of
 from thinwire.predict.table import Table
 from thinwire.predict.tables import Tables
 
@@ -22,6 +22,7 @@ __all__ = [
     "Map",
     "Part",
     "Source",
+    "Still",
     "Table",
     "Tables",
     "as_vectors",
@@ -29,4 +30,5 @@ __all__ = [
     "on_grid",
     "register_source",
     "sources",
+    "tables_of",
 ]

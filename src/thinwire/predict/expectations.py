@@ -192,6 +192,33 @@ class Expectations:
             raise ValueError(f"the saved tables are of other sources: {error}") from None
 
 
+class Still(Expectations):
+    """What ``of`` expects of values by now, for some that teach it nothing."""
+
+    def __init__(self, of: Expectations) -> None:
+        self._by, self._all = of._by, of._all
+        self._activations, self.values, self.changes = None, of.values, None
+        self.follows, self._ids = False, {}
+
+    def begin(self) -> None:
+        self._ids.clear()
+
+    def note(self, part: Part, guess: Guess, y: Tensor, base: Tensor | None = None) -> None:
+        pass
+
+    def sent(self, nbytes: int, change: bool) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def offers(self) -> list[Tensor]:
+        return []
+
+    def take(self, payloads: Sequence[Tensor], shape: Sequence[int]) -> None:
+        raise ValueError("maps, where nothing is learned")
+
+
 def _checked(source: Source, context: Context, rows: int, positions: int) -> Tensor:
     """A source's ids, which may be anybody's. Raises ValueError where they are none."""
     try:

@@ -85,6 +85,11 @@ def sources(text: str) -> By:
     return By(tuple(_SOURCES[name] for name in names if name not in vectors), vectors)
 
 
+def tables_of(text: str) -> str:
+    """Those of the sources that ``text`` names by which tables are read; ``off``: none."""
+    return "+".join(name for name in text.split("+") if name not in _VECTORS) or OFF
+
+
 def _spread(ids: Tensor, positions: int) -> Tensor:
     """Ids [rows, at least ``positions``], or [rows] for all positions of a row."""
     if ids.dim() == 1:

@@ -314,6 +314,11 @@ class Scheme(Named):
     def stateless(self) -> Scheme:
         """What codes frames that must touch no state, as in evaluation."""
 
+    def evaluated(self) -> Scheme:
+        """What codes frames in evaluation where the step's context is known there, which expects
+        what this one has learned to; ``stateless()`` where it learns nothing."""
+        return self.stateless()
+
     @abstractmethod
     def row_nbytes(self, n: int, dtype: torch.dtype) -> int:
         """The most payload bytes of a row of up to ``n`` values."""

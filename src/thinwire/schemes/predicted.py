@@ -13,7 +13,7 @@ With g = 0 that is the value, and ``delta(…, by=…)`` is the same with the sa
 to p. Gradients change in size faster than tables do, not in direction: the gain makes up for it.
 It needs no samples to come again: the first epoch is predicted too, and so are gradients, times the
 number of positions of the batch, by which a mean loss divides them. In evaluation values travel
-through the codec.
+through the codec, less what tables say of them where the context is known.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import dataclasses
 
 from thinwire.codecs import Codec
 from thinwire.errors import SpecError
-from thinwire.predict import sources
-from thinwire.predict.sources import DRIFT
+from thinwire.predict import sources, tables_of
+from thinwire.predict.sources import DRIFT, OFF
 from thinwire.schemes.base import Scheme, needs_alone
 from thinwire.schemes.closed_loop import Coding, LoopScheme
 from thinwire.schemes.value import Value
@@ -49,3 +49,7 @@ class Predicted(LoopScheme):
 
     def stateless(self) -> Scheme:
         return Value(self.codec)
+
+    def evaluated(self) -> Scheme:
+        by = tables_of(self.by)
+        return self.stateless() if by == OFF else dataclasses.replace(self, by=by)

@@ -86,6 +86,10 @@ class Run:
         parts = self.config.pipeline.microbatches
         return samples.filled(batch, self.config.microbatch_rows * parts)
 
+    def context_of(self, batch: Batch) -> dict[str, Tensor] | None:
+        """What both ends of a link may predict ``batch`` by, if the plan does."""
+        return batch.context if self.pipeline.takes else None
+
     @property
     def steps(self) -> int:
         return self.config.train.steps or self.config.train.epochs * self.steps_per_epoch

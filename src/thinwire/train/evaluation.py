@@ -32,7 +32,11 @@ def evaluate(run: Run, samples: Samples, codec: bool) -> Evaluation:
     for batch in evaluation_batches(samples, config.train.batch, config.pipeline.microbatches):
         part = run.sized(batch, samples)
         result = run.pipeline.eval(
-            part.inputs.to(device), target=part.target.to(device), lengths=part.lengths, codec=codec
+            part.inputs.to(device),
+            target=part.target.to(device),
+            lengths=part.lengths,
+            codec=codec,
+            context=run.context_of(part) if codec else None,
         )
         loss_sum, count = loss_sum + result.loss_sum, count + result.tokens
         correct += result.correct or 0

@@ -102,7 +102,7 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
             next_sample_ids=None if is_last else training.ids(next_numbers, next_epoch),
             dense=step <= run.dense_steps,
             measure=measured,
-            context=samples.context if run.pipeline.takes else None,
+            context=run.context_of(samples),
         )
         journal.begin_optimizer()
         run.optimizer.step()

@@ -63,7 +63,7 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
         _say(screen, "there is no complete checkpoint yet: the run begins anew")
         return Progress()
     facts = _facts(choice, home, place.rank)
-    before = _settings(home, facts)
+    before = settings_of(facts, home)
     _check(run, home, facts, before, choice.key.step)
     for line in _notes(run, facts):
         _say(screen, line)
@@ -77,7 +77,7 @@ def resume(run: Run, home: Home, screen: Console) -> Progress:
     return progress
 
 
-def _settings(home: Home, manifest: Mapping[str, Any]) -> Config:
+def settings_of(manifest: Mapping[str, Any], home: Home) -> Config:
     """The settings with which a part was written."""
     return configuration.build(spelling.from_toml(manifest["config"], home.folder))
 
@@ -86,7 +86,7 @@ def _has_our_stages(run: Run, home: Home, manifest: Mapping[str, Any]) -> bool:
     """Whether a part has the stages that this rank holds now, cut at the same places."""
     if manifest["stages"] != [stage.stage_index for stage in run.stages]:
         return False
-    return run.task.cut_at(_settings(home, manifest)) == run.task.cut_at(run.config)
+    return run.task.cut_at(settings_of(manifest, home)) == run.task.cut_at(run.config)
 
 
 def _say(screen: Console, line: str) -> None:

@@ -23,7 +23,7 @@ from thinwire.train.choose import Choice, choose
 from thinwire.train.config import Config, ConfigError, PlanConfig, RefConfig
 from thinwire.train.evaluation import Evaluation, evaluate
 from thinwire.train.home import Home
-from thinwire.train.resume import fetch_weights
+from thinwire.train.resume import fetch_weights, settings_of
 from thinwire.train.task import Data
 
 STATISTICS = "statistics-{}.safetensors"
@@ -48,6 +48,9 @@ def score(
         check.check_plan(coded)
         run = build(coded, data, place, home.folder / f"rank-{place.rank}")
         _load(run, choice, asked)
+        if codec == AS_TRAINED:
+            for line in _expect(run, home, choice):
+                _say(screen, f"note: {line}")
         samples = run.samples.parts.get(asked.split)
         if samples is None:
             raise ConfigError(f"the data have no {asked.split} split; leave --split out")
@@ -85,10 +88,12 @@ def _statistics_of(asked: Asked) -> str:
 
 
 def _plan(trained: PlanConfig, codec: str) -> PlanConfig:
-    """The stateless plan that a codec stands for; gradients do not travel."""
+    """The plan without samples that a codec stands for; gradients do not travel."""
     if codec == OFF or (codec == AS_TRAINED and trained.forward == "off"):
         return PlanConfig("raw", "raw")
-    scheme = tw.scheme(trained.forward if codec == AS_TRAINED else codec)
+    if codec == AS_TRAINED:
+        return PlanConfig(str(tw.scheme(trained.forward).evaluated()), "raw")
+    scheme = tw.scheme(codec)
     if isinstance(scheme, SharedMask):
         raise ConfigError(f"--codec {codec}: only gradients take their mask from activations")
     return PlanConfig(str(scheme.stateless()), "raw")
@@ -107,6 +112,21 @@ def _load(run: Run, choice: Choice, asked: Asked) -> None:
             statistics.put(run, load_file(path))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"can't read the statistics {path}: {error}") from None
+
+
+def _expect(run: Run, home: Home, choice: Choice) -> list[str]:
+    """Let links expect what they had learned when a checkpoint was written, if anything; lines on
+    those that do not (collective)."""
+    scheme = tw.scheme(run.config.plan.forward)
+    if scheme == scheme.stateless():
+        return []
+    cut = run.task.cut_at(run.config)
+    parts = {
+        part.folder: part.manifest["pipeline"]
+        for part in choice.parts.values()
+        if run.task.cut_at(settings_of(part.manifest, home)) == cut
+    }
+    return run.pipeline.expect(parts)
 
 
 def _recalibrate(run: Run, home: Home, codec: str, asked: Asked, screen: Console) -> None:

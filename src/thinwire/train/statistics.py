@@ -65,6 +65,7 @@ def estimate(run: Run, codec: bool, samples: int) -> None:
                 target=part.target.to(device),
                 lengths=part.lengths,
                 codec=codec,
+                context=run.context_of(part) if codec else None,
             )
             seen += len(numbers)
     for layer, one in zip(found, sums, strict=True):
