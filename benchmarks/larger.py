@@ -65,8 +65,8 @@ _PLANS = {
     ),
 }
 _HEAD = (
-    "| plan | seeds | loss, codec off | above fp32, or bf16 | codec as trained | bits forward, back "
-    "| dB gained, by cut |"
+    "| plan | seeds | loss, codec off | above fp32, or bf16 | codec as trained "
+    "| bits forward, back | dB gained, by cut |"
 )
 _CONTEXT, _IGNORED, _MASKED = 128, -100, 0.15
 
