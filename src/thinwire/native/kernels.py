@@ -43,7 +43,7 @@ class _Format(ctypes.Structure):
     _fields_ = (("bits", ctypes.c_int32), ("flags", ctypes.c_int32), ("group", ctypes.c_int64))
 
 
-def _format(fmt: IntegerFormat) -> Any:
+def format_of(fmt: IntegerFormat) -> Any:
     """``tw_format`` of a format, which keeps it: hashing six fields takes longer than a kernel."""
     made = fmt.__dict__.get("_native")
     if made is None:
@@ -105,7 +105,7 @@ def addresses(rows: Sequence[Tensor] | Tensor) -> Any:
 
 
 def _kept(how: Kept) -> tuple[int, Any]:
-    return (DTYPES[how], None) if isinstance(how, torch.dtype) else (0, _format(how))
+    return (DTYPES[how], None) if isinstance(how, torch.dtype) else (0, format_of(how))
 
 
 def encode(
@@ -118,7 +118,7 @@ def encode(
     """
     x = with_rows(x)
     return _functions().encode(
-        _format(fmt),
+        format_of(fmt),
         *arguments(x, sizes),
         seeds.data_ptr() if fmt.stochastic else None,
         out.data_ptr(),
@@ -132,7 +132,9 @@ def decode(payload: Tensor, sizes: Sequence[int] | None, fmt: IntegerFormat, y: 
     Returns False, with ``y`` undefined, if a scale or offset in the payload is invalid.
     """
     threads = torch.get_num_threads()
-    return _functions().decode(_format(fmt), payload.data_ptr(), *arguments(y, sizes), threads) < 0
+    return (
+        _functions().decode(format_of(fmt), payload.data_ptr(), *arguments(y, sizes), threads) < 0
+    )
 
 
 def delta_encode(
@@ -154,7 +156,7 @@ def delta_encode(
     """
     x = with_rows(x if x.dtype != torch.float16 else x.to(torch.float32))
     return _functions().delta_encode(
-        _format(fmt),
+        format_of(fmt),
         *arguments(x, sizes),
         *_kept(how),
         addresses(before),
@@ -189,7 +191,7 @@ def delta_decode(
     rows, n = shape
     return (
         _functions().delta_decode(
-            _format(fmt),
+            format_of(fmt),
             payload.data_ptr(),
             rows,
             n,
@@ -221,7 +223,7 @@ class Bound:
         functions = _functions()
         self._encode, self._decode = functions.encode, functions.decode
         self._delta_encode, self._delta_decode = functions.delta_encode, functions.delta_decode
-        self._fmt, self._dtype, self._rows, self._n = _format(fmt), DTYPES[dtype], rows, n
+        self._fmt, self._dtype, self._rows, self._n = format_of(fmt), DTYPES[dtype], rows, n
         self._how = _kept(how)
         self._energies = (ctypes.c_float * (2 * rows))()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 #: What tw_abi_version() in csrc/dispatch.cpp has to answer.
-ABI_VERSION = 3
+ABI_VERSION = 4
 EAGER = "eager"
 TRITON = "triton"
 

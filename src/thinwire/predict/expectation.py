@@ -105,8 +105,33 @@ class Expectation:
         if kept is not None:
             ids, y = [one[kept] for one in ids], y[kept]
             base = None if base is None else base[kept]
-        lessons = self._lessons.setdefault(y.shape[1], Lessons(self._count))
-        values = lessons.add(place, ids, y, base, factor)
+        values = self.room(len(y), y.shape[1], y.device)
+        if base is None:
+            values.copy_(y)
+        else:
+            torch.sub(y, base, out=values)
+        if factor != 1.0:
+            values.mul_(factor)
+        self.noted(place, guess, ids, values, kept)
+
+    def room(self, n: int, width: int, device: torch.device) -> Tensor:
+        """Where values of the next ``n`` positions are to stand, float32 [n, width]; ``noted``
+        says that they do."""
+        lessons = self._lessons.get(width)
+        if lessons is None:
+            lessons = self._lessons[width] = Lessons(self._count)
+        return lessons.room(n, width, device)
+
+    def noted(
+        self,
+        place: tuple[int, int],
+        guess: Guess,
+        ids: list[Tensor],
+        values: Tensor,
+        kept: Tensor | None = None,
+    ) -> None:
+        """As ``note``, of ``values`` in the ``room`` that was asked for last, and their ``ids``."""
+        self._lessons[values.shape[1]].add(place, ids, len(values))
         if guess.shown is not None:
             self._samples[place] = _sample(guess, ids, values, kept)
 

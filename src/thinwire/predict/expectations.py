@@ -67,10 +67,7 @@ class Expectations:
         from, float32 [rows, n], if there is anything."""
         vectors = None if source is None else as_vectors(source, part.shape)
         ids = self._ids_of(part)
-        if change:
-            assert self.changes is not None
-            return self.changes.guess(ids, vectors)
-        return self.values.guess(ids, vectors)
+        return self._of(change).guess(ids, vectors)
 
     def without(self, part: Part) -> Guess:
         """Nothing: for values that are noted, and not predicted."""
@@ -90,13 +87,44 @@ class Expectations:
         """``y`` float32 [rows, n] came of what ``guess`` was made for: of values, or with ``base``
         of their changes from it."""
         vectors = as_vectors(y, part.shape)
-        target, before = self.values, None
-        if base is not None:
-            assert self.changes is not None
-            target, before = self.changes, as_vectors(base, part.shape)
+        before = None if base is None else as_vectors(base, part.shape)
+        target = self._of(base is not None)
         place, kept = (part.microbatch, part.order), _travelling(part)
         target.note(place, guess, vectors, before, 1.0 / part.scale, kept)
-        if self._activations is not None and base is None and guess.activation is not None:
+        self._note_activation(part, guess, base is not None, kept)
+
+    # The same where what is expected and what is learned stay in kernels.
+
+    def tables_for(self, part: Part, change: bool) -> list[Tensor] | None:
+        """The tables of a part's values or changes, float32 [ids, width] each; None where there are
+        none yet, or of another width."""
+        found = self._of(change).tables
+        return found.values if found.width == form_of(part.shape)[2] else None
+
+    @property
+    def offering(self) -> bool:
+        """Whether the other end is to be told something in this step."""
+        return any(one.found is not None and one.passed is None for one in self._all.values())
+
+    def room(self, part: Part, change: bool) -> Tensor:
+        """Where values or changes of all rows of a part are to stand, float32 [positions, width],
+        for ``noted``."""
+        rows, positions, width = form_of(part.shape)
+        return self._of(change).room(rows * positions, width, torch.device("cpu"))
+
+    def noted(self, part: Part, guess: Guess, values: Tensor, change: bool) -> None:
+        """As ``note``, of ``values`` that stand in the ``room`` asked for last."""
+        self._of(change).noted((part.microbatch, part.order), guess, guess.ids, values)
+        self._note_activation(part, guess, change, None)
+
+    def _of(self, change: bool) -> Expectation:
+        found = self.changes if change else self.values
+        assert found is not None
+        return found
+
+    def _note_activation(self, part: Part, guess: Guess, change: bool, kept: Tensor | None) -> None:
+        if self._activations is not None and not change and guess.activation is not None:
+            place = part.microbatch, part.order
             self._activations.note(place, Guess(guess.ids), guess.activation, kept=kept)
 
     def settle(self) -> None:

@@ -27,33 +27,24 @@ class Lessons:
         self._parts.clear()
         self._used = 0
 
-    def add(
-        self,
-        place: tuple[int, int],
-        ids: Sequence[Tensor],
-        y: Tensor,
-        base: Tensor | None,
-        factor: float,
-    ) -> Tensor:
-        """Positions of ``ids`` [n] each have shown y - base, times ``factor``, float32 [n, width],
-        at this ``place`` of the step; returns that, which is good until the next call."""
+    def room(self, n: int, width: int, device: torch.device) -> Tensor:
+        """Where the values of the next ``n`` positions go, float32 [n, width]."""
+        first, end = self._used, self._used + n
+        room = self._room
+        if end > len(room) or room.shape[1] != width or room.device != device:
+            more = torch.empty((max(2 * len(room), end), width), device=device)
+            if first:
+                more[:first] = room[:first]
+            self._room = more
+        return self._room[first:end]
+
+    def add(self, place: tuple[int, int], ids: Sequence[Tensor], n: int) -> None:
+        """``n`` positions, of ``ids`` [n] each, have shown what is in the ``room`` that was asked
+        for last, at this ``place`` of the step."""
         for known, each in zip(self._ids, ids, strict=True):
             known.append(each)
-        n, width = y.shape
         first, self._used = self._used, self._used + n
         self._parts.append((place, first, self._used))
-        room = self._room
-        if self._used > len(room) or room.shape[1] != width or room.device != y.device:
-            more = y.new_empty(max(2 * len(self._room), self._used), width)
-            if first:
-                more[:first] = self._room[:first]
-            self._room = more
-        there = self._room[first : self._used]
-        if base is None:
-            there.copy_(y)
-        else:
-            torch.sub(y, base, out=there)
-        return there if factor == 1.0 else there.mul_(factor)
 
     def all(self) -> tuple[list[Tensor], Tensor]:
         """The ids of all positions, and their values float32 [n, width], in order of their places,

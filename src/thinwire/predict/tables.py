@@ -22,15 +22,20 @@ class Tables:
         """Values of each vector; None before anything was learned."""
         return self._tables[0].width if self._tables else None
 
+    @property
+    def values(self) -> list[Tensor]:
+        """What each of them says, float32 [ids, width]."""
+        return [table.values for table in self._tables]
+
     def __call__(self, ids: Sequence[Tensor]) -> Tensor | None:
         """What they say of positions with ``ids`` [n] each, float32 [n, width]; None before
         anything was learned."""
-        values = [table.values for table in self._tables]
+        values = self.values
         return ops(values[0]).expect(ids, values) if values else None
 
     def centred(self, ids: Sequence[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` float32 [n, width] less what they say of it, as ``on_grid`` gives it."""
-        values = [table.values for table in self._tables]
+        values = self.values
         return ops(x).centre(ids if values else [], values, x)
 
     def learn(self, ids: Sequence[Tensor], x: Tensor, largest: Tensor) -> None:

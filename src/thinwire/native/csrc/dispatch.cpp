@@ -171,7 +171,7 @@ void clear_rest(void* y, int64_t rows, int64_t n, int64_t stride, const int64_t*
 }  // namespace
 
 // Raised whenever a function's arguments or a struct's layout change.
-TW_EXPORT int tw_abi_version() { return 3; }
+TW_EXPORT int tw_abi_version() { return 4; }
 
 // The levels that this machine can run, best first.
 TW_EXPORT int tw_level_count() { return levels().count; }
@@ -278,5 +278,6 @@ TW_EXPORT int64_t tw_delta_decode(const tw_format* f, const uint8_t* payload, in
 static const tw::TopKKernels& topk_kernels() { return levels().active->topk(); }
 
 #include "expect_api.h"
+#include "expected_api.h"
 #include "tile_api.h"
 #include "topk_api.h"

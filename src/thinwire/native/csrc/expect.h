@@ -188,11 +188,29 @@ inline void learn(int32_t* sums, int32_t* counts, float* values, int64_t size, c
   }
 }
 
+inline void lesson(const float* y, const float* base, float factor, int64_t n, float* out) {
+  if (base)
+    over(n, [&](int64_t j) { store(out + j, (load<vf>(y + j) - load<vf>(base + j)) * factor); },
+         [&](int64_t j) { out[j] = (y[j] - base[j]) * factor; });
+  else
+    over(n, [&](int64_t j) { store(out + j, load<vf>(y + j) * factor); }, [&](int64_t j) { out[j] = y[j] * factor; });
+}
+
+inline void widen(const void* x, int64_t n, float* out) {
+  const auto* const halves = static_cast<const B16::T*>(x);
+  over(n, [&](int64_t j) { store(out + j, B16::load(halves + j)); },
+       [&](int64_t j) { out[j] = float_of(static_cast<int32_t>(static_cast<uint32_t>(halves[j]) << 16)); });
+}
+
+inline void scale(const float* x, float factor, int64_t n, float* y) {
+  over(n, [&](int64_t j) { store(y + j, load<vf>(x + j) * factor); }, [&](int64_t j) { y[j] = x[j] * factor; });
+}
+
 }  // namespace expectation
 
 inline const ExpectKernels& expect_table() {
   using namespace expectation;
-  static const ExpectKernels table = {expect, centre, add, weigh, stand, largest, learn};
+  static const ExpectKernels table = {expect, centre, add, weigh, stand, largest, learn, lesson, widen, scale};
   return table;
 }
 

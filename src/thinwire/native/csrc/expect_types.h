@@ -33,6 +33,12 @@ struct ExpectKernels {
   // values have left of x goes to `left`, and its greatest magnitudes to `out`, if those are not null.
   void (*learn)(int32_t* sums, int32_t* counts, float* values, int64_t size, const int64_t* ids, const float* x,
                 int64_t n, int64_t width, int unit, float* left, float* out);
+  // out <- (y - base) factor, of n values; base may be null.
+  void (*lesson)(const float* y, const float* base, float factor, int64_t n, float* out);
+  // out <- x bfloat16, of n values.
+  void (*widen)(const void* x, int64_t n, float* out);
+  // y <- x factor, of n values.
+  void (*scale)(const float* x, float factor, int64_t n, float* y);
 };
 
 }  // namespace tw

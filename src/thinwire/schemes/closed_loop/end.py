@@ -16,6 +16,7 @@ from thinwire.predict import Part
 from thinwire.schemes.base import RAW, End, Foreseen, Form, Visit
 from thinwire.schemes.closed_loop.against import Foundation
 from thinwire.schemes.closed_loop.coding import CHANGES, KIND_OF, KINDS, Coding, least_share
+from thinwire.schemes.closed_loop.foreseen import ExpectedWay, ForeseenExpected
 from thinwire.schemes.rows import keys_of, lengths_at, rows_at
 from thinwire.schemes.short import ForeseenChange, ForeseenFirst, Rows, Way
 from thinwire.store import Held, ReferenceStore
@@ -44,6 +45,7 @@ class LoopEnd(End):
         self._spare: dict[int, list[Tensor]] = {}  # by length
         self._visits: tuple[Visit, ...] = ()
         self._ways: dict[tuple[Any, ...], Way | None] = {}
+        self._expected_ways: dict[tuple[Any, ...], ExpectedWay | None] = {}
         self._spare_rows: Rows | None = None
         self._repaired: set[int] = set()
         self._dense = self.measuring = False
@@ -126,7 +128,7 @@ class LoopEnd(End):
         if visit.padded or self.measuring or not kinds or kinds.count(kinds[0]) < len(kinds):
             return None
         if self.learned is not None:
-            return None
+            return self._foresee_expected(kinds[0], microbatch, visit, shape, dtype)
         make = _SHORT.get(kinds[0])
         if make is None:
             return None
@@ -138,6 +140,28 @@ class LoopEnd(End):
             )
         way = self._ways[known]
         return None if way is None else make(way, self, keys_of(visit))
+
+    def _foresee_expected(
+        self,
+        kind: Kind,
+        microbatch: int,
+        visit: Visit,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Foreseen | None:
+        assert self.learned is not None
+        if kind not in ((Kind.VALUE,) if self.store is None else _SHORT):
+            return None
+        change = kind in CHANGES
+        part = Part(microbatch, kind, range(shape[0]), shape, visit.context, visit.scale, None)
+        plain = visit.scale == 1.0 or not (change and self.learned.follows)
+        if not plain or not self.learned.tables_for(part, change):
+            return None
+        known = (kind, shape, dtype)
+        if known not in self._expected_ways:
+            self._expected_ways[known] = ExpectedWay.of(self, *known)
+        way = self._expected_ways[known]
+        return None if way is None else ForeseenExpected(way, self, microbatch, visit)
 
     def kinds(self, microbatch: int, visit: Visit) -> list[Kind]:
         """The kind of each row, as planned unless its length came out otherwise.
@@ -227,13 +251,14 @@ class LoopEnd(End):
         if change:
             width = math.prod(shape[1:])
             base = self.keeping.read(self.references.rows(keys), lengths, width)
-        source = base if change else self._activations_of(microbatch, rows, shape)
+        source = base if change else self.activations_of(microbatch, rows, shape)
         guess = self.learned.guess(part, source, change)
         return Foundation(part, guess, base, self.learned.rows(guess, part), change)
 
-    def _activations_of(
+    def activations_of(
         self, microbatch: int, rows: Sequence[int], shape: Sequence[int]
     ) -> Tensor | None:
+        """What both ends hold of the activations that ``rows`` of gradients belong to."""
         if self.activations is None:
             return None
         width = math.prod(shape[1:])
@@ -248,13 +273,17 @@ class LoopEnd(End):
             return
         assert self.learned is not None
         if self.keeps and self.store is None:
-            self._values[known.part.microbatch] = y
+            self.hold(known.part.microbatch, y)
         if known.change:
             self.learned.note(known.part, known.guess, y, known.base)
             if self.learned.follows:
                 self.learned.note(known.part, self.learned.without(known.part), y)
         else:
             self.learned.note(known.part, known.guess, y)
+
+    def hold(self, microbatch: int, y: Tensor) -> None:
+        """``y`` float32 [rows, n] has travelled, for the link that goes back to know."""
+        self._values[microbatch] = y
 
     def transmitted(self, microbatch: int, width: int) -> Tensor | None:
         if self.store is None:
