@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "expected_types.h"
 #include "fuzz_input.h"
 
 extern "C" {
@@ -46,6 +47,10 @@ int64_t tw_tile_encode(int bits, int dtype, const void* x, int64_t rows, int64_t
                        const int64_t* lengths, uint8_t* payload, int threads);
 int64_t tw_tile_decode(int bits, const uint8_t* payload, int dtype, void* y, int64_t rows, int64_t n, int64_t stride,
                        const int64_t* lengths, int threads);
+int64_t tw_expected_encode(const tw_format*, const tw_known*, int dtype, const void* x, const tw_becomes*,
+                           int64_t ordinary, uint8_t* payload, float* energies, int threads);
+int64_t tw_expected_decode(const tw_format*, const tw_known*, const uint8_t* payload, const tw_becomes*, int dtype,
+                           void* y, int threads);
 }
 
 namespace {
@@ -281,6 +286,105 @@ bool fuzz_delta_decode(Random& random) {
   return noted(answer, answer < 0, {&first});
 }
 
+// What both ends know of a message: tables, ids of which tables may lack some, and references.
+struct Expected {
+  static constexpr tw_format kPacked = {8, 0, 128};
+  Shape shape;
+  int64_t positions, width;
+  std::vector<Memory*> memory;
+  std::vector<const int64_t*> ids;
+  std::vector<const float*> tables;
+  std::vector<int64_t> sizes;
+  std::vector<const void*> from;
+  std::vector<void*> to;
+  tw_known known = {};
+
+  explicit Expected(Random& random) : positions(random.within(1, 12)), width(random.within(1, 200)) {
+    shape.rows = random.within(1, 3), shape.n = shape.stride = positions * width;
+    shape.dtype = static_cast<int>(random.below(2)), shape.threads = static_cast<int>(random.within(1, 2));
+    shape.ragged = false, shape.lengths.assign(static_cast<size_t>(shape.rows), shape.n);
+    for (int64_t k = random.within(1, 3); k > 0; --k) {
+      sizes.push_back(random.within(1, 5));
+      tables.push_back(floats(random, sizes.back() * width));
+      memory.push_back(new Memory(random, 8 * shape.rows * positions, 8));
+      auto* const some = reinterpret_cast<int64_t*>(memory.back()->data());
+      for (int64_t i = 0; i < shape.rows * positions; ++i) some[i] = random.within(0, 8) - 2;
+      ids.push_back(some);
+    }
+    known = {shape.rows, shape.n, width, static_cast<int64_t>(ids.size()), ids.data(), tables.data(), sizes.data()};
+    known.scale = known.factor = random.once_in(2) ? 1.0f : 0.25f;
+    if (random.once_in(3)) known.ready = floats(random, shape.rows * shape.n);
+    if (random.once_in(3)) known.base = floats(random, shape.rows * shape.n);
+    if (random.once_in(2)) {
+      known.packed = &kPacked;
+      const int64_t nbytes = row_nbytes(kPacked, shape.n);
+      for (int64_t r = 0; r < shape.rows; ++r) {
+        const float* const values = floats(random, shape.n);
+        memory.push_back(new Memory(random, nbytes, 1));
+        fill_bytes(random, memory.back()->data(), nbytes);
+        tw_encode(&kPacked, TW_F32, values, 1, shape.n, shape.n, nullptr, nullptr, memory.back()->data(), 1);
+        from.push_back(memory.back()->data());
+        memory.push_back(new Memory(random, nbytes, 1));
+        to.push_back(memory.back()->data());
+      }
+      known.from = from.data();
+    }
+  }
+  ~Expected() {
+    for (Memory* one : memory) delete one;
+  }
+  Expected(const Expected&) = delete;
+
+  // So many of them, ordinary or, seldom, of any bits.
+  const float* floats(Random& random, int64_t count) {
+    memory.push_back(new Memory(random, 4 * count, 4));
+    auto* const found = reinterpret_cast<float*>(memory.back()->data());
+    for (int64_t i = 0; i < count; ++i) found[i] = static_cast<float>(random.within(0, 2000) - 1000) / 512.0f;
+    if (random.once_in(8)) fill_values(random, memory.back()->data(), count, TW_F32);
+    return found;
+  }
+};
+
+bool fuzz_expected(Random& random) {
+  tw_format f = draw_format(random);
+  f.flags &= ~TW_STOCHASTIC;
+  const Expected e(random);
+  const Shape& s = e.shape;
+  const int64_t values = 4 * s.rows * s.n;
+  Memory rows(random, payload_nbytes(f, s), 1), payload(random, s.rows + rows.nbytes(), 1);
+  Memory x(random, s.nbytes(), 4), y(random, values, 4), lesson(random, values, 4), energies(random, 8 * s.rows, 4);
+  Memory first(random, payload.nbytes(), 1), first_y(random, values, 4), first_lesson(random, values, 4);
+  fill_values(random, x.data(), s.rows * s.n, s.dtype);
+  const bool sends = random.once_in(2);
+  const int64_t ordinary = random.once_in(2) ? 0 : random.within(1, s.rows * e.positions);
+  if (!sends) {
+    fill_payload(random, f, s, rows);
+    fill_bytes(random, payload.data(), s.rows);
+    std::memcpy(payload.data() + s.rows, rows.data(), static_cast<size_t>(rows.nbytes()));
+  }
+  const tw_becomes out = {reinterpret_cast<float*>(y.data()), e.to.empty() ? nullptr : e.to.data(),
+                          reinterpret_cast<float*>(lesson.data())};
+  int64_t answer = 0;
+  at_every_level([&](bool is_first) {
+    const int64_t found =
+        sends ? tw_expected_encode(&f, &e.known, s.dtype, x.data(), &out, ordinary, payload.data(),
+                                   reinterpret_cast<float*>(energies.data()), s.threads)
+              : tw_expected_decode(&f, &e.known, payload.data(), &out, s.dtype, x.data(), s.threads);
+    require(found >= -2 && found < s.rows * s.n, "tw_expected: an answer that is none");
+    if (is_first) {
+      answer = found;
+      for (auto [to, from] : {std::pair{&first, &payload}, {&first_y, &y}, {&first_lesson, &lesson}})
+        std::memcpy(to->data(), from->data(), static_cast<size_t>(from->nbytes()));
+    }
+    // of values that are not finite a level may find that they are far away first
+    require((found == -1) == (answer == -1), "tw_expected: levels disagree about validity");
+    if (found != -1) return;
+    require(same(payload, first), "tw_expected: levels encode differently");
+    require(same(y, first_y) && same(lesson, first_lesson), "tw_expected: levels decode differently");
+  });
+  return noted(answer == -1 ? -1 : 0, answer == -1, {&first, &first_y, &first_lesson});
+}
+
 // Rows for top-k, whose values are coded apart (in `widths` bytes) or are in the payload as they are.
 struct TopK {
   Shape shape;
@@ -466,6 +570,7 @@ Target targets[] = {
     {"topk_decode", fuzz_topk_decode, 0, 0},
     {"tile_encode", fuzz_tile_encode, 0, 0},
     {"tile_decode", fuzz_tile_decode, 0, 0},
+    {"expected", fuzz_expected, 0, 0},
 };
 constexpr uint64_t kTargets = sizeof targets / sizeof *targets;
 

@@ -4,36 +4,11 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "expect_types.h"
-
-// What both ends know of a message before it is decoded: `rows` rows of `n` values, positions of `width`
-// each; see thinwire.native.expected.Known.
-struct tw_known {
-  int64_t rows, n, width;
-  // What is expected of position i: the sum of the tables' vectors, or ready[i], times `scale`.
-  int64_t count;
-  const int64_t* const* ids;
-  const float* const* tables;
-  const int64_t* sizes;
-  const float* ready;
-  float scale;
-  // What lesson is multiplied by.
-  float factor;
-  // References [rows, n], or one a row, encoded in `packed`, or float32 where that is null. None: zero.
-  const float* base;
-  const void* const* from;
-  const tw_format* packed;
-};
-
-// Where what comes of it goes: y [rows, n], the references that its rows become, if those are kept, and
-// what tables learn from, (y - base) * factor, if that is not null.
-struct tw_becomes {
-  float* y;
-  void* const* to;
-  float* lesson;
-};
+#include "expected_types.h"
 
 namespace {
 
@@ -73,6 +48,9 @@ class Around {
     return room_[3];
   }
 
+  // Whether its reference is one.
+  bool valid() const { return valid_; }
+
   // Whether all went well with what y leaves.
   bool leave(const tw_becomes& out) const {
     const float* const y = out.y + r_ * k_.n;
@@ -104,12 +82,12 @@ class Around {
     return found;
   }
 
-  const float* reference() const {
+  const float* reference() {
     if (k_.base) return k_.base + r_ * k_.n;
     if (!k_.from) return nullptr;
     if (!k_.packed) return static_cast<const float*>(k_.from[r_]);
-    kernels_.decode(*k_.packed, {1, k_.n, 0, k_.n}, static_cast<const uint8_t*>(k_.from[r_]),
-                    {TW_F32, room_[1], k_.n}, false);
+    valid_ = kernels_.decode(*k_.packed, {1, k_.n, 0, k_.n}, static_cast<const uint8_t*>(k_.from[r_]),
+                             {TW_F32, room_[1], k_.n}, false) < 0;
     return room_[1];
   }
 
@@ -119,6 +97,7 @@ class Around {
   float* room_[4];
   const float* expected_;
   const float* base_;
+  bool valid_ = true;
 };
 
 // Calls work(r) for every row, on `threads` threads where that pays.
@@ -140,6 +119,8 @@ bool has_far(const tw_known& k, int dtype, const void* x, int64_t ordinary) {
     }
     levels().active->expect().largest(values, positions, k.width, largest.data() + r * positions);
   }
+  for (float& magnitude : largest)  // what is not finite is left to the codec, which refuses it
+    if (!(magnitude <= std::numeric_limits<float>::max())) magnitude = 0.0f;
   const float most = *std::max_element(largest.begin(), largest.end());
   std::nth_element(largest.begin(), largest.begin() + (ordinary - 1), largest.end());
   return most > kFarBeyond * largest[ordinary - 1];
@@ -160,6 +141,7 @@ TW_EXPORT int64_t tw_expected_encode(const tw_format* f, const tw_known* known, 
   First bad;
   for_known(k, threads, [&](int64_t r) {
     Around row(k, r);
+    if (!row.valid()) return bad.report(r * k.n);
     const float* const values = row.widened(dtype, at_row(x, r, k.n, dtype));
     payload[r] = row.gain_of(values);
     const void* const before = row.stand(payload[r]);
@@ -180,6 +162,7 @@ TW_EXPORT int64_t tw_expected_decode(const tw_format* f, const tw_known* known, 
   First bad;
   for_known(k, threads, [&](int64_t r) {
     Around row(k, r);
+    if (!row.valid()) return bad.report(r * k.n);
     const void* const before = row.stand(payload[r]);
     void* const after = out->y + r * k.n;
     const int64_t found = tw_delta_decode(f, payload + k.rows + r * width, 1, k.n, nullptr, TW_F32, nullptr, &before,
