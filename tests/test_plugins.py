@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -249,7 +250,9 @@ def test_a_spec_of_a_plugin_is_read_after_it_is_loaded(
         assert "sign has no option 'loud'; did you mean 'loudness'?" in capsys.readouterr().err
 
 
-def test_a_source_alone_is_a_plugin(registry: None, tmp_path: Path) -> None:
+def test_a_source_alone_is_a_plugin(
+    registry: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "half.py"
     file.write_text(
         "import torch, thinwire as tw\n"
@@ -260,3 +263,20 @@ def test_a_source_alone_is_a_plugin(registry: None, tmp_path: Path) -> None:
     )
     assert plugins.load(file) == []
     assert tw.scheme("predicted(int4,by=half_of_all)").takes == frozenset()
+    assert main(["check", str(file), "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["checked"]
+    assert report["spec"] == "predicted(int8,by=half_of_all)"
+
+
+@pytest.mark.parametrize("takes", ["'token'", "['token']", "(3,)"])
+def test_what_a_source_takes_is_a_tuple_of_names(
+    takes: str, registry: None, tmp_path: Path
+) -> None:
+    file = tmp_path / "pair.py"
+    file.write_text(
+        "import thinwire as tw\n"
+        f"@tw.register_source('pair')\nclass Pair(tw.Source):\n    takes = {takes}\n"
+        "    def ids(self, context, rows, positions):\n        return context['token']\n"
+    )
+    with pytest.raises(plugins.PluginError, match=r"takes of Pair is a tuple of names"):
+        plugins.load(file)

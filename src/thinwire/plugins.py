@@ -41,13 +41,20 @@ def load(file: Path) -> list[str]:
         raise PluginError(f"can't read the plugin {file}: {error}") from None
     if path not in _registered:
         found = _names_of_imported(path) or _run(path, file)
-        if not found and not spec.is_noted(_module_name(path)):
+        if not found and not sources_of(file):
             raise PluginError(
                 f"{file} registers nothing: put @tw.register_codec, @tw.register_scheme or "
                 "@tw.register_source, with a name, before a class"
             )
         _registered[path] = found
     return _registered[path]
+
+
+def sources_of(file: Path) -> list[str]:
+    """The names of the sources that a plugin file which has been run registers."""
+    path = file.resolve()
+    names = [n for n, m in list(sys.modules.items()) if getattr(m, "__file__", None) == str(path)]
+    return [one for name in names for one in spec.noted(name)]
 
 
 def load_installed() -> list[str]:

@@ -150,7 +150,7 @@ class _Entry:
 
 
 _REGISTRY: dict[str, _Entry] = {}
-_NOTED: set[str] = set()
+_NOTED: dict[str, list[str]] = {}
 
 
 def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T]]:
@@ -223,14 +223,14 @@ def names_of(module: str) -> list[str]:
     return sorted(n for n, entry in _REGISTRY.items() if entry.cls.__module__ == module)
 
 
-def note(cls: type) -> None:
+def note(cls: type, name: str) -> None:
     """A class that a plugin registers elsewhere: no spec by itself, but a part of some."""
-    _NOTED.add(cls.__module__)
+    _NOTED.setdefault(cls.__module__, []).append(name)
 
 
-def is_noted(module: str) -> bool:
-    """Whether ``module`` defines such a class."""
-    return module in _NOTED
+def noted(module: str) -> list[str]:
+    """The names of such classes that ``module`` defines."""
+    return list(_NOTED.get(module, ()))
 
 
 def registered() -> dict[str, object]:

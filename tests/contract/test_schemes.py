@@ -34,6 +34,8 @@ BUILT_IN = [
     "predicted(int4,by=position+mean)",
     "delta(int2,first=int4,by=position+mean+drift)",
     "delta(int3:round=stochastic,first=fp16,ref=int4,by=position)",
+    "predicted(int2,by=target+previous)",
+    "delta(int2,by=token+drift)",
 ]
 
 

@@ -125,6 +125,46 @@ def test_ranks_that_are_given_other_contexts_are_told(pool: Pool) -> None:
         assert "rank 1 was given another context than the first stage's rank" in error.message
 
 
+def cut_short(rank: int, world_size: int) -> float:
+    """A step whose context has too few positions, then one that is right; its loss."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    pipeline = tw.Pipeline(schedule, made, tw.Plan(SPEC, SPEC), deadline=20)
+    x, y, context = batch(0)
+    inputs = (x,) if rank == 0 else ()
+    with pytest.raises(
+        ValueError, match=r"context of \['token'\]: source Token: ids must be int64"
+    ):
+        pipeline.step(*inputs, target=y, context={"token": x[:, :5]})
+    loss = pipeline.step(*inputs, target=y, context=context).loss
+    pipeline.close()
+    return loss
+
+
+def test_a_context_of_other_positions_is_refused_before_anything_is_sent(pool: Pool) -> None:
+    one, other = pool.run(cut_short, world_size=2)
+    assert one == other
+
+
+def without_a_map(rank: int, world_size: int, forward: str) -> list[float]:
+    """Gradients by activations of which not both ends hold what travelled."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    plan = tw.Plan(forward, "predicted(int4,by=token+activation)")
+    pipeline = tw.Pipeline(schedule, made, plan, deadline=20)
+    losses = []
+    for number in range(12):
+        ids, x, y = setup.batch(number % 3)
+        given = {"sample_ids": ids, "context": {"token": x}}
+        losses.append(pipeline.step(*((x,) if rank == 0 else ()), target=y, **given).loss)
+    pipeline.close()
+    return losses
+
+
+@pytest.mark.parametrize("forward", ["ef(topk:0.1)", "efmixed(topk:0.2)", "ef(int4)"])
+def test_what_one_end_alone_holds_predicts_nothing(forward: str, pool: Pool) -> None:
+    one, other = pool.run(without_a_map, forward, world_size=2)
+    assert one == other
+
+
 def without(rank: int, world_size: int, context: Any, why: str) -> None:
     made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
     pipeline = tw.Pipeline(schedule, made, tw.Plan("raw", SPEC), deadline=20)

@@ -92,6 +92,10 @@ def test_what_was_learned_is_used_in_evaluation(forward: str, pool: Pool, tmp_pa
             assert trained["loss"] == summary["val_loss_codec"]
             assert trained["plan"] == "predicted(int2,by=token)"
             assert "note" not in shown
+    ((again, shown),) = pool.run(scored, [f"--codec={forward}"], folder, world_size=1)
+    assert not isinstance(again, str)
+    assert again["scores"][0]["loss"] == summary["val_loss_codec"]
+    assert "predicted(int2,by=token)" in shown
     ((plain, _),) = pool.run(scored, ["--codec=int2"], folder, world_size=1)
     assert not isinstance(plain, str)
     assert plain["scores"][0]["loss"] != summary["val_loss_codec"]
@@ -227,7 +231,8 @@ def test_compression_begins_when_it_is_told_and_what_it_loses_is_noted(
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "loss" in record]
     an_epoch = len(steps) // 3
-    assert [r["step"] for r in steps if "fidelity" in r] == list(range(2, len(steps) + 1, 2))
+    measured = sorted({*range(2, len(steps) + 1, 2), len(steps)})  # the last one too
+    assert [r["step"] for r in steps if "fidelity" in r] == measured
     for record in steps:
         for link in record.get("fidelity", []):
             dense = record["step"] <= an_epoch

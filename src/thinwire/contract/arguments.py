@@ -8,8 +8,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire import plugins
 from thinwire.spec import nearest
 from thinwire.train import extend
 from thinwire.train.config import PLUGIN_HELP, ConfigError
@@ -104,6 +106,8 @@ def _specs(options: Options) -> list[str]:
         except tw.SpecError as error:
             if not any(spec.startswith(name) for spec in options.specs):
                 raise ConfigError(f"{error}; give it with --spec, as --spec '{name}:…'") from None
+    for file in options.files:
+        specs += [f"predicted(int8,by={name})" for name in plugins.sources_of(Path(file))]
     for spec in options.specs:
         try:
             tw.scheme(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,11 +78,28 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return float((x - y).norm() / x.norm())
 
 
+class Everything(Mapping[str, Tensor]):
+    """A context that has whatever a scheme takes: int64 [rows, POSITIONS]."""
+
+    def __init__(self, rows: int) -> None:
+        self._ids = torch.arange(rows * POSITIONS).view(rows, POSITIONS) % 5
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._ids
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
 def visit(keys: Sequence[int] | None, lengths: Sequence[int], number: int = 0) -> Visit:
     """What both ends know of rows of ``WIDTH`` values."""
+    known = Everything(len(lengths))
     own = torch.tensor([1000 * number + row for row in range(len(lengths))], dtype=torch.int64)
     padded = any(n != WIDTH for n in lengths)
-    return Visit(None if keys is None else tuple(keys), tuple(lengths), own, padded)
+    return Visit(None if keys is None else tuple(keys), tuple(lengths), own, padded, known)
 
 
 Step = list[tuple[Visit, Tensor]]

@@ -96,17 +96,18 @@ def _train_with(plan: tw.Plan) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(_VOCABULARY, (_ROWS, _POSITIONS + 1), generator=generator)
     given, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    known = dict.fromkeys(pipeline.takes, given)
     for step in range(_STEPS):  # the last with a shorter row
         lengths = torch.tensor([_POSITIONS] * (_ROWS - 1) + [_POSITIONS - 2 * (step == _STEPS - 1)])
         valid = torch.arange(_POSITIONS) < lengths[:, None]
         wanted = target.masked_fill(~valid, -100)
         ids = torch.arange(_ROWS)
-        result = pipeline.step(given, target=wanted, sample_ids=ids, lengths=lengths)
+        result = pipeline.step(given, target=wanted, sample_ids=ids, lengths=lengths, context=known)
         need(bool(torch.isfinite(torch.tensor(result.loss))), f"a loss of {result.loss}")
         optimizer.step()
         optimizer.zero_grad()
     for codec in (True, False):
-        loss = pipeline.eval(given, target=target, codec=codec).loss
+        loss = pipeline.eval(given, target=target, codec=codec, context=known).loss
         need(bool(torch.isfinite(torch.tensor(loss))), f"a loss of {loss} in evaluation")
     for number, (module, old) in enumerate(zip(modules, before, strict=True)):
         moved = any(not torch.equal(p, q) for p, q in zip(module.parameters(), old, strict=True))

@@ -31,7 +31,7 @@ class EdgeEnd:
         for index, state in backward.states.items():
             if isinstance(state, MaskEnd):
                 forward.states[index].supports = state.masks
-            if backward.scheme.by_activations:
+            if backward.scheme.by_activations and forward.scheme.tells:
                 state.activations = forward.states[index]
                 state.activations.keeps = True
 

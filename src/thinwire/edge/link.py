@@ -161,6 +161,14 @@ class Link(ABC):
     def _prepare(self, microbatch: int, foreseen: Foreseen, head: bytes) -> None:
         """Get ready for a micro-batch's message, which begins with ``head``."""
 
+    def try_context(self, context: Mapping[str, Tensor], rows: int, seq_len: int | None) -> None:
+        """Raise ValueError where the context of a micro-batch of ``rows`` rows is not what the
+        scheme makes ids of."""
+        for boundary in self.boundaries:
+            state = self.states.get(boundary.index)
+            if state is not None and state.learned is not None:
+                state.learned.try_out(context, boundary.shape_for(rows, seq_len))
+
     @property
     def scaled_by(self) -> float | None:
         """What values here are divided by before they are coded, and multiplied by after: the scale

@@ -135,11 +135,26 @@ class Agreement:
             needed = request.train or request.context is not None
             if error is None and needed and missing:
                 error = f"plan {limits.schemes} needs context with {', '.join(missing)}"
+            if error is None and request.context is not None:
+                error = self._unfit_context(request)
             if error is not None:
                 return {"error": error}
             return header(request, self._known(first, request))
         except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
             return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
+
+    def _unfit_context(self, request: Request) -> str | None:
+        """Why the schemes of this rank's links can make nothing of a context."""
+        shape = request.inputs[0].shape
+        rows = -(-shape[0] // self._limits.microbatches)
+        context = {name: tensor[:rows] for name, tensor in request.context.items()}
+        for end in self._ends:
+            for link in (end.outgoing, end.incoming):
+                try:
+                    link.try_context(context, rows, shape[1] if len(shape) > 1 else None)
+                except ValueError as error:
+                    return f"context of {list(context)}: {error}"
+        return None
 
     def _known(self, first: PipelineStage, request: Request) -> str | None:
         """A digit for each row, 1 where its input is that of its sample's last visit."""

@@ -131,6 +131,13 @@ class Schemes:
                     100 * _FEW,
                 )
         for forward, backward in dict.fromkeys(pair for pair in self.pairs if pair):
+            if backward.by_activations and not forward.tells:
+                _LOG.warning(
+                    "backward %s: of forward %s not both ends hold what the receiver computes on, "
+                    "so that activation says nothing",
+                    backward,
+                    forward,
+                )
             if forward.support is not None and backward.support is not None:
                 _LOG.warning(
                     "backward %s chooses positions of its own, most of which forward %s does not "

@@ -55,6 +55,16 @@ class Expectations:
         #: Whether values are learned at visits that send a change too: a map needs their means.
         self.follows = drifts
         self._ids: dict[tuple[int, int, int], list[Tensor]] = {}
+        self._tried: set[object] = set()
+
+    def try_out(self, context: Context, shape: Sequence[int]) -> None:
+        """Raise ValueError where ``context`` does not fit a micro-batch's tensor of ``shape``."""
+        known = tuple(shape), *((name, tensor.shape) for name, tensor in context.items())
+        if known not in self._tried:
+            rows, positions, _ = form_of(shape)
+            for one in self._by.ids:
+                _checked(one, context, rows, positions)
+            self._tried.add(known)
 
     def begin(self) -> None:
         """A step begins: what the last one has shown is gone, unless it counted."""

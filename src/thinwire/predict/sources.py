@@ -47,8 +47,11 @@ def register_source(name: str) -> Callable[[type[Source]], type[Source]]:
     def add(cls: type[Source]) -> type[Source]:
         if name in (OFF, *_VECTORS):
             raise ValueError(f"{name!r} is the name of another source")
+        takes: object = cls.takes
+        if not isinstance(takes, tuple) or not all(isinstance(one, str) for one in takes):
+            raise TypeError(f"takes of {cls.__name__} is a tuple of names, as ('token',)")
         _SOURCES[name] = cls()
-        spec.note(cls)
+        spec.note(cls, name)
         return cls
 
     return add
@@ -80,7 +83,7 @@ def sources(text: str) -> By:
             known = ", ".join([*sorted([*_SOURCES, *_VECTORS]), OFF])
             raise SpecError(f"nothing is predicted by {name!r}; known: {known}")
         if names.count(name) > 1:
-            raise SpecError(f"predicted by {name!r} once is enough: by={text}")
+            raise SpecError(f"by={text}: {name} stands there twice")
     vectors = frozenset(names) & frozenset(_VECTORS)
     return By(tuple(_SOURCES[name] for name in names if name not in vectors), vectors)
 

@@ -288,6 +288,11 @@ class Scheme(Named):
         return False
 
     @property
+    def tells(self) -> bool:
+        """Whether ``transmitted`` gives the same at both ends: gradients may be predicted by it."""
+        return False
+
+    @property
     def recalls(self) -> bool:
         """Whether a receiver can give a sample's last value again."""
         return self.keyed is not None and self.needs_keys and self.keyed.shared

@@ -41,7 +41,7 @@ class Predicted(LoopScheme):
     def __post_init__(self) -> None:
         needs_alone("predicted", self.codec)
         if DRIFT in sources(self.by).vectors:
-            raise SpecError(f"by={self.by}: only changes drift, as delta(…,by=…) sends them")
+            raise SpecError(f"by={self.by}: drift is of changes, which delta(…,by=…) sends")
 
     @property
     def coding(self) -> Coding:

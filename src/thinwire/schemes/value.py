@@ -47,6 +47,10 @@ class Value(Scheme):
         return self.codec.sparse
 
     @property
+    def tells(self) -> bool:
+        return True
+
+    @property
     def support(self) -> TopK | None:
         return self.codec if isinstance(self.codec, TopK) else None
 

@@ -15,6 +15,7 @@ from thinwire.train.config import Config, link_latency, link_rate
 from thinwire.train.latency import crossings, waits_for_gradients
 from thinwire.train.tasks import task_of
 
+_UNPAID = " What is predicted is not saved where the link does not bound: by=off does without."
 _NARROWER = (6, 4, 3, 2)  # bits to try next, one after the other
 
 
@@ -77,6 +78,7 @@ def bound_sentence(costs: StepCosts, links: list[dict[str, Any]], config: Config
         f"{costs.compute_ms:.0f} ms, the link {costs.link_ms:.0f} ms, latency "
         f"{costs.latency_ms:.0f} ms and the codec {costs.codec_ms:.0f} ms; "
         f"next try {flag}{why}."
+        + (_UNPAID if by != "link" and any("by=" in link["codec"] for link in links) else "")
     )
 
 

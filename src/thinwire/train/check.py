@@ -245,7 +245,8 @@ def check_plan(config: Config, quiet: bool = False) -> None:
                 if lacking:
                     raise ConfigError(
                         f"--{direction}: {spec} needs {', '.join(sorted(lacking))}, which "
-                        f"{task_of(config).noun} do not have; predict by something else"
+                        f"runs on {task_of(config).noun} do not have; they have "
+                        f"{', '.join(sorted(task_of(config).context))}"
                     )
         except tw.SpecError as error:
             raise ConfigError(f"--{direction}: {one_line(error)}") from None

@@ -142,7 +142,8 @@ class TrainConfig:
     seed: int = setting(0, "of the weights, the order of the samples, dropout and augmentation")
     log_every: int = setting(10, "steps between two progress lines")
     measure_every: int = setting(
-        50, "steps between two measurements of what coding loses on each link; 0: none"
+        50,
+        "steps between two measurements of what coding loses on each link, and the last; 0: none",
     )
 
 

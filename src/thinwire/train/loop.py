@@ -90,7 +90,7 @@ def fit(run: Run, journal: Journal, checkpoints: Checkpoints, done: int) -> None
             group["lr"] = lr
 
         every = config.train.measure_every
-        measured = every > 0 and step % every == 0
+        measured = every > 0 and (step % every == 0 or is_last)
         journal.begin_step()
         samples = run.sized(training.batch(numbers, epoch), training)
         run.optimizer.zero_grad(set_to_none=True)

@@ -216,8 +216,11 @@ def _move(
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
     stages, processes = facts["were"]
     what = "the links' counters begin anew"
-    if run.pipeline.restore(Path(), fresh(facts["pipeline_step"])):
+    lost = run.pipeline.restore(Path(), fresh(facts["pipeline_step"]))
+    if any(line.startswith("references") for line in lost):
         what += " and their references are dropped: samples are sent as first visits"
+    if any(line.startswith("link") for line in lost):
+        what += "; what links expect is learned anew"
     _hold_others(run, home)
     line = (
         f"written by {stages} stages on {processes} processes, now {run.config.num_stages} on "

@@ -48,9 +48,8 @@ def score(
         check.check_plan(coded)
         run = build(coded, data, place, home.folder / f"rank-{place.rank}")
         _load(run, choice, asked)
-        if codec == AS_TRAINED:
-            for line in _expect(run, home, choice):
-                _say(screen, f"note: {line}")
+        for line in _expect(run, home, choice):
+            _say(screen, f"note: {line}")
         samples = run.samples.parts.get(asked.split)
         if samples is None:
             raise ConfigError(f"the data have no {asked.split} split; leave --split out")
@@ -91,16 +90,19 @@ def _plan(trained: PlanConfig, codec: str) -> PlanConfig:
     """The plan without samples that a codec stands for; gradients do not travel."""
     if codec == OFF or (codec == AS_TRAINED and trained.forward == "off"):
         return PlanConfig("raw", "raw")
+    learned = None if trained.forward == "off" else tw.scheme(trained.forward).evaluated()
     if codec == AS_TRAINED:
-        return PlanConfig(str(tw.scheme(trained.forward).evaluated()), "raw")
+        return PlanConfig(str(learned), "raw")
     scheme = tw.scheme(codec)
+    if scheme.evaluated() == learned:  # what the run has learned is of use to it
+        return PlanConfig(str(learned), "raw")
     if isinstance(scheme, SharedMask):
         raise ConfigError(f"--codec {codec}: only gradients take their mask from activations")
     return PlanConfig(str(scheme.stateless()), "raw")
 
 
 def _named(codec: str, plan: PlanConfig) -> str:
-    return f"{codec} ({plan.forward})" if codec == AS_TRAINED else codec
+    return codec if codec in (OFF, plan.forward) else f"{codec} ({plan.forward})"
 
 
 def _load(run: Run, choice: Choice, asked: Asked) -> None:

@@ -26,6 +26,10 @@ class LoopScheme(Scheme):
         return self.coding.by_activations
 
     @property
+    def tells(self) -> bool:
+        return True
+
+    @property
     def takes(self) -> frozenset[str]:
         return self.coding.takes
 
