@@ -153,8 +153,8 @@ def without_a_map(rank: int, world_size: int, forward: str) -> list[float]:
     losses = []
     for number in range(12):
         ids, x, y = setup.batch(number % 3)
-        given = {"sample_ids": ids, "context": {"token": x}}
-        losses.append(pipeline.step(*((x,) if rank == 0 else ()), target=y, **given).loss)
+        inputs, known = ((x,) if rank == 0 else ()), {"token": x}
+        losses.append(pipeline.step(*inputs, target=y, sample_ids=ids, context=known).loss)
     pipeline.close()
     return losses
 
