@@ -261,8 +261,9 @@ class Link(ABC):
             return state, microbatch
         scheme = self.active_scheme()
         end: Sender | Receiver = scheme.sender() if self.role == "sender" else scheme.receiver()
-        if end.learned is not None and state.learned is not None:
-            end.learned = Still(state.learned)
+        if end.learned is None or state.learned is None:
+            return end, microbatch
+        end.learned = Still(state.learned)
         end.begin_step([visit])
         return end, 0
 
