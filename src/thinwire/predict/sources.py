@@ -118,7 +118,7 @@ class Previous(Source):
 
     def ids(self, context: Context, rows: int, positions: int) -> Tensor:
         token = _spread(context["token"], positions)
-        return torch.cat([torch.full_like(token[:, :1], -1), token[:, :-1]], dim=1)
+        return torch.nn.functional.pad(token, (1, -1), value=-1)
 
 
 @register_source("target")
