@@ -213,9 +213,9 @@ def test_an_end_that_knows_nothing_refuses_what_is_predicted() -> None:
         ),
         ("predicted(int4,by=)", "expected"),
         ("delta(int4,by=tokens)", "nothing is predicted by 'tokens'"),
-        ("delta(int4,by=token+token)", "by 'token' once is enough"),
+        ("delta(int4,by=token+token)", "token stands there twice"),
         ("delta(int4,by=off+token)", "nothing is predicted by 'off'"),
-        ("predicted(int4,by=token+drift)", "only changes drift"),
+        ("predicted(int4,by=token+drift)", "drift is of changes"),
         ("predicted(topk:0.1,mask=shared)", "another link's frames"),
     ],
 )

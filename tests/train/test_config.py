@@ -328,7 +328,10 @@ def test_the_default_model_fits_a_small_machine(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_plan_that_needs_what_the_data_do_not_have_is_refused() -> None:
     words = ["--model.kind=resnet8", "--data.path=x", "--backward=predicted(int4,by=target+token)"]
-    with pytest.raises(ConfigError, match=r"--backward: .* needs token, which images do not have"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--backward: .* needs token, which runs on images do not have; they have target",
+    ):
         check.check_plan(read_arguments(words))
     words[-1] = "--backward=predicted(int4,by=target+position)"
     check.check_plan(read_arguments(words))

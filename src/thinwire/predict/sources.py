@@ -117,8 +117,8 @@ class Previous(Source):
     takes = ("token",)
 
     def ids(self, context: Context, rows: int, positions: int) -> Tensor:
-        token = _spread(context["token"], positions)
-        return torch.nn.functional.pad(token, (1, -1), value=-1)
+        token = _spread(context["token"], positions)[:, : max(positions - 1, 0)]
+        return torch.nn.functional.pad(token, (min(positions, 1), 0), value=-1)
 
 
 @register_source("target")
