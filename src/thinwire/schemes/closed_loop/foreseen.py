@@ -9,7 +9,6 @@ long way, which gives the same bytes and the same state.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,8 @@ class ForeseenExpected(Foreseen):
         if end.store is not None:
             known = state(keys_digest(keys), end.references.versions(keys))
         super().__init__(way.form, way.entry + known)
-        self._way, self._end, self._keys = way, end, keys
+        assert end.learned is not None
+        self._way, self._end, self._keys, self._learned = way, end, keys, end.learned
         kind, shape = way.form.kind, way.form.shape
         rows = range(shape[0])
         self._part = Part(microbatch, kind, rows, shape, visit.context, visit.scale, None)
@@ -127,11 +127,6 @@ class ForeseenExpected(Foreseen):
         self._done(ready)
         return True
 
-    @functools.cached_property
-    def _learned(self) -> Any:
-        assert self._end.learned is not None
-        return self._end.learned
-
     def _ready(self) -> _Ready:
         end, part, learned, change = self._end, self._part, self._learned, self._change
         rows, width = self.form.shape[0], self.form.width
@@ -147,7 +142,7 @@ class ForeseenExpected(Foreseen):
             (rows, width),
             form_of(part.shape)[2],
             ids=guess.ids,
-            tables=learned.tables_for(part, change),
+            tables=learned.tables_for(part, change) or (),
             ready=guess.values,
             scale=part.scale,
             base=base,
