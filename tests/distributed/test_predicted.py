@@ -132,7 +132,7 @@ def cut_short(rank: int, world_size: int) -> float:
     x, y, context = batch(0)
     inputs = (x,) if rank == 0 else ()
     with pytest.raises(
-        ValueError, match=r"context of \['token'\]: source Token: ids must be int64"
+        ValueError, match=r"context of \['token'\] at edge 0: source Token: ids must be int64"
     ):
         pipeline.step(*inputs, target=y, context={"token": x[:, :5]})
     loss = pipeline.step(*inputs, target=y, context=context).loss
@@ -142,6 +142,59 @@ def cut_short(rank: int, world_size: int) -> float:
 
 def test_a_context_of_other_positions_is_refused_before_anything_is_sent(pool: Pool) -> None:
     one, other = pool.run(cut_short, world_size=2)
+    assert one == other
+
+
+class InPlace(torch.nn.Module):
+    """A stage that hides some of its tokens where they stand."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, ::3] = 0
+        y: torch.Tensor = self.inner(x.clone())
+        return y
+
+
+def hiding(rank: int, world_size: int) -> dict[str, int]:
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    if rank == 0:
+        made[0].submod = InPlace(made[0].submod)
+    pipeline = tw.Pipeline(schedule, made, tw.Plan(SPEC, SPEC), deadline=20)
+    for number in range(4):
+        x, y, _ = batch(number)
+        pipeline.step(*((x,) if rank == 0 else ()), target=y, context={"token": x})
+    found = pipeline.state_digests()
+    pipeline.close()
+    return found
+
+
+def test_what_becomes_of_the_tokens_is_no_matter(pool: Pool) -> None:
+    one, other = pool.run(hiding, world_size=2)
+    for name, digest in one.items():
+        there = name.replace("sender", "receiver") if "sender" in name else name[:-8] + "sender"
+        assert other[there] == digest
+
+
+def of_one_rank(rank: int, world_size: int) -> float:
+    """A context of an evaluation that the first stage's rank has not, then one that all have."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    pipeline = tw.Pipeline(schedule, made, tw.Plan(SPEC, SPEC), deadline=20)
+    for number in range(3):
+        x, y, context = batch(number)
+        inputs = (x,) if rank == 0 else ()
+        pipeline.step(*inputs, target=y, context=context)
+    with pytest.raises(ValueError, match="rank 1 was given another context"):
+        pipeline.eval(*inputs, target=y, context=context if rank == 1 else None)
+    loss = pipeline.eval(*inputs, target=y, context=context).loss
+    pipeline.close()
+    return loss
+
+
+def test_a_context_of_another_rank_alone_is_refused(pool: Pool) -> None:
+    one, other = pool.run(of_one_rank, world_size=2)
     assert one == other
 
 

@@ -130,6 +130,20 @@ def test_more_positions_than_are_learned_at_once_may_come_in_any_order() -> None
         settle(link)
 
 
+@pytest.mark.parametrize("shrinks", [0.5, 0.93])
+def test_what_has_shrunk_is_loaded_as_it_was_saved(shrinks: float) -> None:
+    link = Link("predicted(int4,by=token)")
+    base = normal(4, 64, 8)
+    for number in range(150):
+        step(link, base * max(shrinks**number, 1e-6))
+        if number % 30 == 0:
+            again = scheme("predicted(int4,by=token)").sender()
+            assert link.sender.learned is not None
+            assert again.learned is not None
+            again.learned.load_state_dict(link.sender.learned.state_dict())
+            assert again.learned.digest() == link.sender.learned.digest()
+
+
 Damage = Callable[[dict[str, Tensor]], Any]
 DAMAGED: dict[str, Damage] = {
     "no rows": lambda s: s.update(
@@ -145,7 +159,18 @@ DAMAGED: dict[str, Damage] = {
     "a unit beyond all": lambda s: s.update({"values.0.unit": torch.tensor([400])}),
     "counts below zero": lambda s: s["values.0.counts"].fill_(-3),
     "counts beyond memory": lambda s: s["values.0.counts"].fill_(1 << 30),
-    "sums beyond all": lambda s: s["values.0.sums"].fill_((1 << 31) - 1),
+    "values beyond all": lambda s: s.update(
+        {
+            "values.0.sums": s["values.0.sums"].fill_((1 << 31) - 1),
+            "values.0.unit": torch.tensor([100]),
+        }
+    ),
+    "more ids than there are": lambda s: s.update(
+        {
+            "values.0.sums": torch.zeros((1 << 17) + 1, 32, dtype=torch.int32),
+            "values.0.counts": torch.zeros((1 << 17) + 1, dtype=torch.int32),
+        }
+    ),
     "a narrow map": lambda s: s.update({"changes.map.codes": torch.ones(32, 1, dtype=torch.int8)}),
     "a map where none belongs": lambda s: s.update(
         {
@@ -175,7 +200,7 @@ def test_damaged_state_is_refused_and_nothing_of_it_is_kept(
     state = {name: tensor.clone() for name, tensor in learned.state_dict().items()}
     assert "changes.map.codes" in state
     DAMAGED[what](state)
-    with pytest.raises(ValueError, match="the saved tables are of other sources"):
+    with pytest.raises(ValueError, match="what was saved is not of this link"):
         learned.load_state_dict(state)
     assert learned.digest() == scheme(SPECS[1]).sender().learned.digest()  # type: ignore[union-attr]
 

@@ -231,6 +231,31 @@ def test_a_scheme_says_what_it_takes() -> None:
     assert str(scheme("predicted(int4)").stateless()) == "int4"
 
 
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (lambda context, rows, positions: context["token"].add_(1), "changes its context"),
+        (
+            lambda context, rows, positions: torch.randint(1 << 40, (rows, positions)),
+            "has other ids each time",
+        ),
+        (
+            lambda context, rows, positions: exec("raise SystemExit('one\\ntwo')"),
+            "SystemExit: one two",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_the_same_at_both_ends_is_told(
+    ids: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = Link("predicted(int4,by=token)").sender.learned
+    assert learned is not None
+    monkeypatch.setattr(sources("token").ids[0], "ids", ids, raising=False)
+    context = {"token": torch.zeros(ROWS, POSITIONS, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=why):
+        learned.try_out(context, (ROWS, POSITIONS, 8))
+
+
 def test_a_source_of_ones_own_is_known_by_its_name() -> None:
     text = (Path(__file__).parents[2] / "docs" / "prediction.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

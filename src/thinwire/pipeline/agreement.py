@@ -15,7 +15,14 @@ from thinwire.edge import EdgeEnd
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures
 from thinwire.pipeline.frozen import Frozen
-from thinwire.pipeline.request import Request, context_digests, context_error, input_error, keys_of
+from thinwire.pipeline.request import (
+    Request,
+    context_digests,
+    context_error,
+    input_error,
+    keys_of,
+    with_own_context,
+)
 from thinwire.pipeline.stage import PipelineStage
 
 _LONGEST_DEADLINE = 7 * 86400
@@ -88,6 +95,7 @@ class Agreement:
     def plan(self, request: Request) -> StepPlan:
         """The plan of the step that this rank was called for (collective)."""
         self._failures.check()
+        request = with_own_context(request)
         announced = None if self._first is None else self._announcement(self._first, request)
         with self._failures.shared():
             announced = self._control.broadcast_header(announced, root=self._root)
@@ -136,24 +144,25 @@ class Agreement:
             if error is None and needed and missing:
                 error = f"plan {limits.schemes} needs context with {', '.join(missing)}"
             if error is None and request.context is not None:
-                error = self._unfit_context(request)
+                error = self._unfit_context(request.context, *sizes_of(request))
             if error is not None:
                 return {"error": error}
             return header(request, self._known(first, request))
         except Exception as error:  # noqa: BLE001  told to all ranks, as every wrong input is
             return {"error": f"the inputs cannot be read: {type(error).__name__}: {error}"}
 
-    def _unfit_context(self, request: Request) -> str | None:
-        """Why the schemes of this rank's links can make nothing of a context."""
-        shape = request.inputs[0].shape
-        rows = -(-shape[0] // self._limits.microbatches)
-        context = {name: tensor[:rows] for name, tensor in request.context.items()}
+    def _unfit_context(
+        self, context: Mapping[str, Tensor], rows: int, seq_len: int | None
+    ) -> str | None:
+        """Why the schemes of this rank's links can make nothing of the context of ``rows`` rows."""
+        first = -(-rows // self._limits.microbatches)
+        mine = {name: tensor[:first] for name, tensor in context.items()}
         for end in self._ends:
             for link in (end.outgoing, end.incoming):
                 try:
-                    link.try_context(context, rows, shape[1] if len(shape) > 1 else None)
+                    link.try_context(mine, first, seq_len)
                 except ValueError as error:
-                    return f"context of {list(context)}: {error}"
+                    return f"context of {list(mine)} at edge {link.place.edge}: {error}"
         return None
 
     def _known(self, first: PipelineStage, request: Request) -> str | None:
@@ -183,13 +192,16 @@ class Agreement:
         for name, given in (("dense", request.dense), ("measure", request.measure)):
             if bool(given) != header[name]:
                 return f"rank {self._rank} was given another {name} than the first stage's rank"
-        if header["context"]:
+        if header["context"] or request.context:
             wrong = context_error(request.context, header["rows"])
             if wrong is not None or request.context is None:
                 what = wrong or "without context"
                 return f"rank {self._rank}: {what}; all ranks need that of the first stage's rank"
             if context_digests(request.context) != header["context"]:
                 return f"rank {self._rank} was given another context than the first stage's rank"
+            unfit = self._unfit_context(request.context, header["rows"], header["seq_len"])
+            if unfit is not None:
+                return f"rank {self._rank}: {unfit}"
         if request.train and not torch.is_grad_enabled():
             return f"rank {self._rank} has gradients switched off; use eval, or enable them"
         if self._last is not None and self._limits.has_loss:
@@ -203,19 +215,25 @@ class Agreement:
         return self._frozen.changed() if request.train else None
 
 
+def sizes_of(request: Request) -> tuple[int, int | None]:
+    """Rows and positions of the first stage's inputs."""
+    shape = request.inputs[0].shape
+    return shape[0] if shape else 0, shape[1] if len(shape) > 1 else None
+
+
 def header(request: Request, known: str | None) -> dict[str, Any]:
     """What the first stage's rank tells the others of a step, as JSON values.
 
     ``known``: a digit for each row, 1 where its input is that of its sample's last visit.
     """
-    shape = list(request.inputs[0].shape)
+    rows, seq_len = sizes_of(request)
     ids, following, lengths = request.sample_ids, request.next_ids, request.lengths
     return {
         "error": None,
         "train": request.train,
         "codec": request.codec,
-        "rows": shape[0] if shape else 0,
-        "seq_len": shape[1] if len(shape) > 1 else None,
+        "rows": rows,
+        "seq_len": seq_len,
         "ids": None if ids is None else keys_of(ids),
         "next": None if following is None else keys_of(following),
         "lengths": None if lengths is None else lengths.tolist(),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from thinwire.counters import link_name
 from thinwire.edge import EdgeEnd, LinkReceiver, LinkSender
 from thinwire.pipeline.remembered import COMPARE_EVERY, place_of, unequal
-from thinwire.predict import Expectations
+from thinwire.predict import Expectations, form_of
 from thinwire.schemes import scheme
 
 _TENSOR = ("edge", "direction", "tensor")
@@ -43,6 +43,12 @@ class _Held:
     @property
     def file(self) -> str:
         return "learned-{edge}-{direction}-{tensor}-{role}.safetensors".format(**self.where)
+
+    def read(self, file: Path) -> None:
+        """Go on from a file. Raises ValueError, OSError or SafetensorError."""
+        self.state.load_state_dict(load_file(file))
+        shapes = {boundary.index: boundary.shape for boundary in self.link.boundaries}
+        self.state.check_width(form_of(shapes[self.where["tensor"]])[2])
 
 
 class Learned:
@@ -105,7 +111,7 @@ class Learned:
                 anew[held.name] = f"it was of {mine[0]['scheme']}, not of {held.link.scheme}"
             else:
                 try:
-                    held.state.load_state_dict(load_file(folder / held.file))
+                    held.read(folder / held.file)
                 except (ValueError, OSError, SafetensorError) as error:
                     held.state.forget()
                     anew[held.name] = str(error)
@@ -130,7 +136,7 @@ class Learned:
                 file, spec = found[0]
                 if scheme(spec).evaluated() != held.link.scheme:
                     raise ValueError(f"it was of {spec}")
-                held.state.load_state_dict(load_file(file))
+                held.read(file)
             except (ValueError, OSError, SafetensorError) as error:
                 held.state.forget()
                 without[held.name] = str(error)

@@ -78,23 +78,34 @@ def input_error(
     return wrong or context_error(request.context, rows)
 
 
-def context_error(context: Any, rows: int) -> str | None:
-    """What is wrong with a step's ``context`` for so many rows."""
+def context_error(context: Any, rows: int | None) -> str | None:
+    """What is wrong with a step's ``context`` for so many rows (None: any number)."""
     if context is None:
         return None
     if not isinstance(context, Mapping):
         return f"context must be a dictionary of tensors, not {_kind_of(context)}"
     for name, tensor in context.items():
         what = f"context[{name!r}]"
-        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
+        if not isinstance(name, str):
+            return f"context has the name {name!r}; names are text"
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
             return f"{what} is {_kind_of(tensor)}; int64 tensors by name are needed"
-        shaped = tensor.dim() in (1, 2) and tensor.shape[0] == rows
+        shaped = tensor.dim() in (1, 2) and rows in (None, tensor.shape[0])
         if str(tensor.dtype) != "torch.int64" or not shaped:
             return (
                 f"{what} must be int64 of shape ({rows},) or ({rows}, positions), not "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             )
     return None
+
+
+def with_own_context(request: Request) -> Request:
+    """The same with a copy of its context, which stays as it is whatever becomes of the inputs."""
+    context = request.context
+    if not isinstance(context, Mapping) or context_error(context, None) is not None:
+        return request  # it is about to be refused
+    own = {name: tensor.detach().clone() for name, tensor in context.items()}
+    return dataclasses.replace(request, context=own)
 
 
 def context_digests(context: Mapping[str, Tensor] | None) -> dict[str, str]:

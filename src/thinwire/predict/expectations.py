@@ -14,8 +14,7 @@ from thinwire.codecs.base import within
 from thinwire.predict.exact import Map
 from thinwire.predict.expectation import Expectation, Guess, part_of
 from thinwire.predict.sources import ACTIVATION, DRIFT, By, Context, Source
-
-_MOST_IDS = 1 << 17  # a power of two
+from thinwire.predict.table import MOST_IDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,12 @@ class Expectations:
         if known not in self._tried:
             rows, positions, _ = form_of(shape)
             for one in self._by.ids:
-                _checked(one, context, rows, positions)
+                found = [_checked(one, context, rows, positions) for _ in range(2)]
+                if not torch.equal(*found):
+                    raise ValueError(
+                        f"source {type(one).__name__} has other ids each time; both ends of a link "
+                        "need the same"
+                    )
             self._tried.add(known)
 
     def begin(self) -> None:
@@ -149,7 +153,7 @@ class Expectations:
         everyone = self._ids.get(known)
         if everyone is None:
             found = [_checked(one, part.context, rows, positions) for one in self._by.ids]
-            everyone = [(ids + 1).clamp_(min=0).bitwise_and_(_MOST_IDS - 1) for ids in found]
+            everyone = [(ids + 1).clamp_(min=0).bitwise_and_(MOST_IDS - 1) for ids in found]
             self._ids[known] = everyone
         if len(part.rows) == rows:
             return [ids.flatten() for ids in everyone]
@@ -194,6 +198,14 @@ class Expectations:
 
     # The same at both ends, and after a break.
 
+    def check_width(self, width: int) -> None:
+        """Raise ValueError where what was learned is of vectors of another width."""
+        for one in self._all.values():
+            if one.tables.width not in (None, width):
+                raise ValueError(
+                    f"the saved tables are of {one.tables.width} values, not of {width}"
+                )
+
     def digest(self) -> int:
         """A hash of all that both ends hold alike."""
         seen = xxhash.xxh3_64()
@@ -227,7 +239,7 @@ class Expectations:
                 one.load_state_dict(part_of(state, name))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self.forget()
-            raise ValueError(f"the saved tables are of other sources: {error}") from None
+            raise ValueError(f"what was saved is not of this link: {error}") from None
 
 
 class Still(Expectations):
@@ -259,12 +271,16 @@ class Still(Expectations):
 
 def _checked(source: Source, context: Context, rows: int, positions: int) -> Tensor:
     """A source's ids, which may be anybody's. Raises ValueError where they are none."""
+    before = _versions(context)
     try:
         ids = source.ids(context, rows, positions)
-    except Exception as error:  # it may be anything
+    except (Exception, SystemExit) as error:  # it may be anything
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"source {type(source).__name__}: {type(error).__name__}: {error}"
+            f"source {type(source).__name__}: {type(error).__name__}: {why}"
         ) from error
+    if _versions(context) != before:
+        raise ValueError(f"source {type(source).__name__} changes its context: copy what it takes")
     plain = isinstance(ids, Tensor) and ids.layout == torch.strided and not ids.is_meta
     if not plain or ids.dtype != torch.int64 or ids.shape != (rows, positions):
         found = (
@@ -274,6 +290,11 @@ def _checked(source: Source, context: Context, rows: int, positions: int) -> Ten
             f"source {type(source).__name__}: ids must be int64 of {(rows, positions)}, not {found}"
         )
     return ids
+
+
+def _versions(context: Context) -> list[int]:
+    """How often each tensor has been written to, as far as torch counts that."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in context.values()]
 
 
 def _travelling(part: Part) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.native.expect import CLAMP, MEMORY, exponent_for, means
+from thinwire.native.expect import MEMORY, exponent_for, means
 from thinwire.predict.ops import ops
 
 #: Values are counted in units of which the largest of the first step has up to 2^13.
@@ -20,6 +20,10 @@ _UNITS = 13
 _FEWEST, _MOST_UNITS = 1 << 9, 1 << 15  # of the largest of a step, else the unit changes
 #: So many vectors at once, that sums of them stay within 32 bits.
 _AT_ONCE = 1 << 13
+#: Of a table that was saved: those of several add up to less than the largest float32.
+_LARGEST = 2.0**120
+#: Ids beyond share the vectors of those below; a power of two.
+MOST_IDS = 1 << 17
 
 
 class Table:
@@ -89,13 +93,15 @@ class Table:
         if not whole or len(units) > 1 or not all(-100 <= unit <= 100 for unit in units):
             raise ValueError("the saved table is none")
         counted = bool(((counts >= 0) & (counts <= MEMORY)).all())
-        if not sums.numel() or not counted or int(sums.abs().max()) > CLAMP * MEMORY:
+        if not sums.numel() or not counted or len(sums) > MOST_IDS:
             raise ValueError("the saved table holds what none learns")
         self._sums, self._counts = sums.clone(), counts.clone()
         self._unit = units[0] if units else None
         self.values.zero_()
         if self._unit is not None:
             self._refresh()
+        if not bool((self.values.abs() <= _LARGEST).all()):
+            raise ValueError("the saved table expects what no values are")
 
 
 def _widened(sums: Tensor, shift: int) -> Tensor:

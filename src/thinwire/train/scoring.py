@@ -38,9 +38,11 @@ def score(
     nothing to recalibrate.
     """
     trained = config.plan
-    choice, _ = choose(home, place.rank, place.world_size, lambda manifest: False)
+    choice, lines = choose(home, place.rank, place.world_size, lambda manifest: False)
     if choice is None:
         raise ConfigError(f"{home.folder} has no complete checkpoint to evaluate")
+    for line in lines:
+        _say(screen, f"note: {line}")
     found = []
     for codec in asked.codecs:
         plan = _plan(trained, codec)
