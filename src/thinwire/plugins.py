@@ -13,7 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -52,9 +52,7 @@ def load(file: Path) -> list[str]:
 
 def sources_of(file: Path) -> list[str]:
     """The names of the sources that a plugin file which has been run registers."""
-    path = file.resolve()
-    names = [n for n, m in list(sys.modules.items()) if getattr(m, "__file__", None) == str(path)]
-    return [one for name in names for one in spec.noted(name)]
+    return [one for name in _modules_of(file.resolve()) for one in spec.noted(name)]
 
 
 def load_installed() -> list[str]:
@@ -80,10 +78,14 @@ def digest(files: Sequence[str]) -> bytes:
 
 def _names_of_imported(path: Path) -> list[str]:
     """What a module that was imported from ``path`` otherwise, as by an entry point, registers."""
+    return next((spec.names_of(name) for name in _modules_of(path)), [])
+
+
+def _modules_of(path: Path) -> Iterator[str]:
+    """The names of the modules that were run from ``path``."""
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == str(path):
-            return spec.names_of(name)
-    return []
+            yield name
 
 
 def _module_name(path: Path) -> str:

@@ -28,7 +28,6 @@ from thinwire.store.references import PARTS
 
 #: A frame that says why its sender gave up must fit into every posted receive.
 _MIN_RECEIVE = 4096
-_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +62,8 @@ class Link(ABC):
         #: Micro-batches of the step that are not sent: the receiver remembers them.
         self.resting: frozenset[int] = frozenset()
         self.states: Mapping[int, Sender | Receiver] = {}
+        #: Whether the context of an evaluation has what the scheme takes.
+        self._informed = False
         self._visits: dict[tuple[int, int, tuple[int, ...]], Visit] = {}
         self._most: dict[tuple[Any, ...], int] = {}
         self.what = "activation" if place.direction == Direction.FORWARD else "gradient"
@@ -112,6 +113,7 @@ class Link(ABC):
         self._visits.clear()
         self.resting = frozenset()
         if not plan.train:
+            self._informed = all(self._evaluated.takes <= set(m.context) for m in plan.microbatches)
             return
         for boundary in self.boundaries:
             if boundary.index in self.states:
@@ -241,17 +243,11 @@ class Link(ABC):
             return self.scheme
         if not self.plan.codec:
             return Value(RAW)
-        evaluated = self._evaluated
-        return evaluated if evaluated.takes <= self._known else self.scheme.stateless()
+        return self._evaluated if self._informed else self.scheme.stateless()
 
     @functools.cached_property
     def _evaluated(self) -> Scheme:
         return self.scheme.evaluated()
-
-    @property
-    def _known(self) -> frozenset[str]:
-        """The names of the step's context."""
-        return frozenset(self.plan.microbatches[0].context) if self.plan.microbatches else _NOTHING
 
     def state_for(self, boundary: Boundary, microbatch: int, visit: Visit) -> tuple[Any, int]:
         """The end for a micro-batch's tensor, and the micro-batch's number there: in evaluation one
@@ -271,7 +267,7 @@ class Link(ABC):
         """The most bytes of a micro-batch's message."""
         plan = self.plan
         rows = plan.microbatches[microbatch].rows
-        known = (rows, plan.seq_len, plan.train, plan.codec, plan.dense, self._known)
+        known = (rows, plan.seq_len, plan.train, plan.codec, plan.dense, self._informed)
         if known not in self._most:
             self._most[known] = self._max_bytes(rows)
         return self._most[known]

@@ -20,7 +20,6 @@ from thinwire.native.kernels import format_of
 from thinwire.native.reference import IntegerFormat
 from thinwire.native.tensors import DTYPES
 
-_FAR = -2  # csrc/expected_api.h
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -100,7 +99,7 @@ class Around:
         matter).
         """
         known = self._known
-        out = _Becomes(y.data_ptr(), _address(after), None if lesson is None else lesson.data_ptr())
+        out = _becomes(y, after, lesson)
         energies = (_FLOAT * (2 * known.rows))()
         found = _functions()[0](
             format_of(fmt),
@@ -130,7 +129,7 @@ class Around:
     ) -> bool:
         """The reverse, into ``x`` of ``dtype`` (where it lies); False, with everything undefined,
         where the payload is invalid."""
-        out = _Becomes(y.data_ptr(), _address(after), None if lesson is None else lesson.data_ptr())
+        out = _becomes(y, after, lesson)
         found: int = _functions()[1](
             format_of(fmt),
             ctypes.byref(self._known),
@@ -147,8 +146,9 @@ def _pointers(tensors: Sequence[Tensor]) -> Any:
     return (_POINTER * len(tensors))(*[t.data_ptr() for t in tensors])
 
 
-def _address(rows: Any) -> int | None:
-    return None if rows is None else ctypes.addressof(rows)
+def _becomes(y: Tensor, after: Any, lesson: Tensor | None) -> _Becomes:
+    to = None if after is None else ctypes.addressof(after)
+    return _Becomes(y.data_ptr(), to, None if lesson is None else lesson.data_ptr())
 
 
 def _functions() -> tuple[Any, Any]:

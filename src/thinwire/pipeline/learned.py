@@ -42,7 +42,7 @@ class _Held:
 
     @property
     def file(self) -> str:
-        return "learned-{edge}-{direction}-{tensor}-{role}.safetensors".format(**self.where)
+        return _file_of(self.where)
 
     def read(self, file: Path) -> None:
         """Go on from a file. Raises ValueError, OSError or SafetensorError."""
@@ -125,7 +125,7 @@ class Learned:
             held.state.forget()
             tensor = {k: v for k, v in held.where.items() if k in _TENSOR}
             found = [
-                (folder / _Held(dict(one), held.link, held.state).file, one["scheme"])
+                (folder / _file_of(one), one["scheme"])
                 for folder, written in parts.items()
                 for one in written
                 if all(one[k] == v for k, v in tensor.items())
@@ -141,6 +141,10 @@ class Learned:
                 held.state.forget()
                 without[held.name] = str(error)
         return without
+
+
+def _file_of(where: Mapping[str, Any]) -> str:
+    return "learned-{edge}-{direction}-{tensor}-{role}.safetensors".format(**where)
 
 
 def lines(reasons: Iterable[Mapping[str, str]], what: str) -> list[str]:

@@ -109,11 +109,11 @@ class Expectations:
 
     # The same where what is expected and what is learned stay in kernels.
 
-    def tables_for(self, part: Part, change: bool) -> list[Tensor] | None:
-        """The tables of a part's values or changes, float32 [ids, width] each; None where there are
-        none yet, or of another width."""
+    def tables_for(self, shape: Sequence[int], change: bool) -> list[Tensor] | None:
+        """The tables of values or changes of tensors of ``shape``, float32 [ids, width] each; None
+        where there are none yet, or of another width."""
         found = self._of(change).tables
-        return found.values if found.width == form_of(part.shape)[2] else None
+        return found.values if found.width == form_of(shape)[2] else None
 
     @property
     def offering(self) -> bool:

@@ -29,11 +29,11 @@ import operator
 from typing import Literal
 
 from thinwire.codecs import Codec, codec
-from thinwire.predict import sources, tables_of
+from thinwire.predict import sources
 from thinwire.predict.sources import OFF
 from thinwire.schemes.base import Keyed, Scheme, needs_alone
 from thinwire.schemes.closed_loop import Coding, LoopScheme
-from thinwire.schemes.predicted import Predicted
+from thinwire.schemes.predicted import by_tables
 from thinwire.schemes.value import Value
 from thinwire.spec import register
 
@@ -79,5 +79,4 @@ class Delta(LoopScheme):
         return Value(self.first)
 
     def evaluated(self) -> Scheme:
-        by = tables_of(self.by)
-        return self.stateless() if by == OFF else Predicted(self.first, by)
+        return by_tables(self.first, self.by)

@@ -51,5 +51,10 @@ class Predicted(LoopScheme):
         return Value(self.codec)
 
     def evaluated(self) -> Scheme:
-        by = tables_of(self.by)
-        return self.stateless() if by == OFF else dataclasses.replace(self, by=by)
+        return by_tables(self.codec, self.by)
+
+
+def by_tables(codec: Codec, by: str) -> Scheme:
+    """What codes values through ``codec`` by those of the sources ``by`` that are tables."""
+    tables = tables_of(by)
+    return Value(codec) if tables == OFF else Predicted(codec, tables)

@@ -6,7 +6,7 @@
 #include "level.h"
 
 // What both ends know of a message before it is decoded: `rows` rows of `n` values, positions of `width`
-// each; see thinwire.native.expected.Known.
+// each; see thinwire.native.expected.Around.
 struct tw_known {
   int64_t rows, n, width;
   // What is expected of position i: the sum of the tables' vectors, or ready[i], times `scale`.

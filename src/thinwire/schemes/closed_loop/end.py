@@ -153,9 +153,8 @@ class LoopEnd(End):
         if kind not in ((Kind.VALUE,) if self.store is None else _SHORT):
             return None
         change = kind in CHANGES
-        part = Part(microbatch, kind, range(shape[0]), shape, visit.context, visit.scale, None)
         plain = visit.scale == 1.0 or not (change and self.learned.follows)
-        if not plain or not self.learned.tables_for(part, change):
+        if not plain or not self.learned.tables_for(shape, change):
             return None
         known = (kind, shape, dtype)
         if known not in self._expected_ways:

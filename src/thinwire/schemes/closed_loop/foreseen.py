@@ -142,7 +142,7 @@ class ForeseenExpected(Foreseen):
             (rows, width),
             form_of(part.shape)[2],
             ids=guess.ids,
-            tables=learned.tables_for(part, change) or (),
+            tables=learned.tables_for(part.shape, change) or (),
             ready=guess.values,
             scale=part.scale,
             base=base,
