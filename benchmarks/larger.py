@@ -242,9 +242,8 @@ def _batches(work: Work, given: argparse.Namespace, seed: int) -> Iterator[Tenso
         yield from whole.view(-1, given.batch)
 
 
-def run(work: Work, given: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
-    """Train once, and evaluate."""
-    forward, backward, _ = _PLANS[name]
+def _pipeline(work: Work, given: argparse.Namespace, plan: tw.Plan) -> tw.Pipeline:
+    """All stages in this process."""
     rows, stages = given.batch // given.parts, len(work.modules)
     tokens = torch.empty(rows, _CONTEXT, dtype=torch.int64, device="meta")
     hidden = torch.empty(rows, _CONTEXT, work.width, device="meta", requires_grad=True)
@@ -260,15 +259,21 @@ def run(work: Work, given: argparse.Namespace, name: str, seed: int) -> dict[str
         for k, module in enumerate(work.modules)
     ]
     schedule = tw.build_schedule("Interleaved1F1B", made, given.parts, tw.TokenLoss())
-    pipeline = tw.Pipeline(
+    return tw.Pipeline(
         schedule,
         made,
-        tw.Plan(forward, backward),
+        plan,
         transport=tw.MemoryTransport(),
         max_grad_norm=1.0,
         deadline=600,
         first_deadline=600,
     )
+
+
+def run(work: Work, given: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+    """Train once, and evaluate."""
+    forward, backward, _ = _PLANS[name]
+    pipeline = _pipeline(work, given, tw.Plan(forward, backward))
     parameters = {id(p): p for module in work.modules for p in module.parameters()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=work.lr, betas=(0.9, 0.95))
     batches = list(_batches(work, given, seed))[: given.steps]

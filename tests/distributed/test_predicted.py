@@ -34,6 +34,12 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
     return tokens, targets, {"token": tokens, "target": targets}
 
 
+def pipeline_of(rank: int, world_size: int, plan: tw.Plan) -> tw.Pipeline:
+    """A stage on each rank."""
+    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
+    return tw.Pipeline(schedule, made, plan, deadline=20)
+
+
 def train(
     rank: int,
     world_size: int,
@@ -127,8 +133,7 @@ def test_ranks_that_are_given_other_contexts_are_told(pool: Pool) -> None:
 
 def cut_short(rank: int, world_size: int) -> float:
     """A step whose context has too few positions, then one that is right; its loss."""
-    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
-    pipeline = tw.Pipeline(schedule, made, tw.Plan(SPEC, SPEC), deadline=20)
+    pipeline = pipeline_of(rank, world_size, tw.Plan(SPEC, SPEC))
     x, y, context = batch(0)
     inputs = (x,) if rank == 0 else ()
     with pytest.raises(
@@ -180,8 +185,7 @@ def test_what_becomes_of_the_tokens_is_no_matter(pool: Pool) -> None:
 
 def of_one_rank(rank: int, world_size: int) -> float:
     """A context of an evaluation that the first stage's rank has not, then one that all have."""
-    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
-    pipeline = tw.Pipeline(schedule, made, tw.Plan(SPEC, SPEC), deadline=20)
+    pipeline = pipeline_of(rank, world_size, tw.Plan(SPEC, SPEC))
     for number in range(3):
         x, y, context = batch(number)
         inputs = (x,) if rank == 0 else ()
@@ -200,9 +204,8 @@ def test_a_context_of_another_rank_alone_is_refused(pool: Pool) -> None:
 
 def without_a_map(rank: int, world_size: int, forward: str) -> list[float]:
     """Gradients by activations of which not both ends hold what travelled."""
-    made, schedule, _ = build(rank, world_size, Case("1F1B", world_size))
     plan = tw.Plan(forward, "predicted(int4,by=token+activation)")
-    pipeline = tw.Pipeline(schedule, made, plan, deadline=20)
+    pipeline = pipeline_of(rank, world_size, plan)
     losses = []
     for number in range(12):
         ids, x, y = setup.batch(number % 3)

@@ -73,6 +73,12 @@ class _Ready:
     lesson: Tensor
     follows: Tensor | None
 
+    @property
+    def out(self) -> tuple[Tensor, Any, Tensor | None]:
+        """What the kernel fills: lessons apart, unless they are what the receiver has."""
+        lesson = None if self.lesson is self.y else self.lesson
+        return self.y, None if self.after is None else self.after.addresses, lesson
+
 
 class ForeseenExpected(Foreseen):
     """One micro-batch's message."""
@@ -103,9 +109,7 @@ class ForeseenExpected(Foreseen):
             way.form.dtype,
             x,
             payload,
-            ready.y,
-            None if ready.after is None else ready.after.addresses,
-            self._apart_from_y(ready),
+            *ready.out,
             way.ordinary,
         )
         if energies is None:
@@ -118,11 +122,7 @@ class ForeseenExpected(Foreseen):
 
     def decode(self, payload: Any, y: int) -> bool:
         ready, way = self._ready(), self._way
-        after = None if ready.after is None else ready.after.addresses
-        lesson = self._apart_from_y(ready)
-        if not ready.around.decode(
-            way.coder.format, payload, way.form.dtype, y, ready.y, after, lesson
-        ):
+        if not ready.around.decode(way.coder.format, payload, way.form.dtype, y, *ready.out):
             return False
         self._done(ready)
         return True
@@ -161,11 +161,6 @@ class ForeseenExpected(Foreseen):
         elif end.store is not None:
             after = Rows(self.form, [end.keeping.empty(width) for _ in range(rows)])
         return _Ready(around, guess, y, after, lesson, follows)
-
-    @staticmethod
-    def _apart_from_y(ready: _Ready) -> Tensor | None:
-        """Where lessons go that are not what the receiver has."""
-        return None if ready.lesson is ready.y else ready.lesson
 
     def _done(self, ready: _Ready) -> None:
         """The message is through: references move, and what it has shown is noted."""
