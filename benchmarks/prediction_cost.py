@@ -21,16 +21,22 @@ from thinwire import native
 from thinwire.schemes import Foreseen, Receiver, Sender, Visit, scheme
 
 _ROWS, _MICROBATCHES, _VOCABULARY = 4, 4, 256
-_FORWARD = {
-    "AQ-SGD, 2 bits": "delta(int2)",
-    "by tables": "delta(int2,by=token+previous)",
-    "by tables and map": "delta(int2,by=token+previous+drift)",
-}
-_BACKWARD = {
-    "direct, 4 bits": "int4",
-    "by tables": "predicted(int4,by=target+token)",
-    "by tables and map": "predicted(int4,by=target+token+activation)",
-}
+#: Name, forward and backward; the first of each group is without prediction.
+_PLANS = [
+    [
+        ("AQ-SGD, 2 bits / direct, 4 bits", "delta(int2)", "int4"),
+        ("by tables", "delta(int2,by=token+previous)", "predicted(int4,by=target+token)"),
+        (
+            "by tables and maps",
+            "delta(int2,by=token+previous+drift)",
+            "predicted(int4,by=target+token+activation)",
+        ),
+    ],
+    [
+        ("tile / direct, 8 bits", "tile", "int8"),
+        ("forward by tables", "predicted(tile,by=token+previous)", "int8"),
+    ],
+]
 
 
 def cpu_ms(work: Callable[[int], None], times: int) -> float:
@@ -139,16 +145,17 @@ def main() -> None:
             f"compute {compute:.0f} ms a step",
             flush=True,
         )
-        plain = 0.0
-        for forward, backward in zip(_FORWARD, _BACKWARD, strict=True):
-            link = Link(_FORWARD[forward], _BACKWARD[backward], width, positions)
-            found = cpu_ms(link.step, steps)
-            plain = plain or found
-            print(
-                f"  {forward} / {backward}: {found:6.2f} ms, {100 * found / compute:5.2f} % of it; "
-                f"prediction {100 * (found - plain) / compute:5.2f} %",
-                flush=True,
-            )
+        for plans in _PLANS:
+            plain = 0.0
+            for name, forward, backward in plans:
+                link = Link(forward, backward, width, positions)
+                found = cpu_ms(link.step, steps)
+                plain = plain or found
+                print(
+                    f"  {name}: {found:6.2f} ms, {100 * found / compute:5.2f} % of it; "
+                    f"prediction {100 * (found - plain) / compute:5.2f} %",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

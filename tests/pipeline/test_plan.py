@@ -34,6 +34,11 @@ def test_the_default_remembers_where_enough_visits_recur(
     assert tw.default_forward(epochs, resting=resting) == scheme
 
 
+def test_the_default_leaves_out_what_tokens_tell_where_steps_have_them() -> None:
+    assert tw.default_forward(1, tokens=True) == "predicted(tile,by=token+previous)"
+    assert tw.default_forward(3, tokens=True) == "delta(int4)"
+
+
 def test_an_edge_that_is_off_has_no_schemes() -> None:
     assert tw.Plan("off", "off").schemes(0) is None
 

@@ -17,14 +17,17 @@ _DELTA_FROM = 3
 _RESTING_FROM = 2  # after their first visit they cost nothing at all
 
 
-def default_forward(epochs: float, *, resting: bool = False) -> str:
+def default_forward(epochs: float, *, resting: bool = False, tokens: bool = False) -> str:
     """The scheme of the activations for a run of so many epochs.
 
     Below three the traffic is mostly first visits, which ``delta`` sends in 8 bits: ``tile`` sends
-    every visit in 4, and remembers nothing. ``resting``: stages are frozen that compute and send
-    each sample once, if the end behind them remembers it; then ``delta`` pays from two on.
+    every visit in 4, and remembers nothing; with ``tokens``, if steps have them in their context,
+    it sends only what they do not tell. ``resting``: stages are frozen that compute and send each
+    sample once, if the end behind them remembers it; then ``delta`` pays from two on.
     """
-    return "delta(int4)" if epochs >= (_RESTING_FROM if resting else _DELTA_FROM) else "tile"
+    if epochs >= (_RESTING_FROM if resting else _DELTA_FROM):
+        return "delta(int4)"
+    return "predicted(tile,by=token+previous)" if tokens else "tile"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,13 +118,14 @@ def planned(config: Config, data: Data, say: Callable[[str], None] = lambda line
     epoch = max(1, steps_per_epoch(len(training), config.train.batch, least))
     epochs = config.train.epochs if config.train.steps is None else config.train.steps / epoch
     visits = epochs / training.variants if training.variants else 1
-    forward = tw.default_forward(visits, resting=may_rest(config, task.model(config, data)))
+    resting, tokens = may_rest(config, task.model(config, data)), "token" in task.context
+    forward = tw.default_forward(visits, resting=resting, tokens=tokens)
     why = "1 epoch is planned" if epochs == 1 else f"{epochs:.3g} epochs are planned"
     if training.variants > 1:
         why += f", each with one of {training.variants} variants of a sample"
     elif not training.variants:
         why = "no sample ever comes again: each epoch has new variants of all"
-    if forward != tw.default_forward(visits):
+    if forward != tw.default_forward(visits, tokens=tokens):
         why += " and frozen stages can rest"
     say(f"forward {forward}, since {why}")
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, forward=forward))

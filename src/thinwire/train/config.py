@@ -161,7 +161,7 @@ class PlanConfig:
     forward: str = setting(
         BY_EPOCHS,
         "codec or scheme of the activations; default: delta(int4) from 3 epochs on, "
-        "or from 2 on where a frozen stage can rest, else tile",
+        "or from 2 on where a frozen stage can rest; else tile, of text what tokens do not tell",
     )
     backward: str = setting("int8", "codec or scheme of the gradients")
     dense_steps: int = setting(0, "steps before compression begins, which fill what schemes keep")
