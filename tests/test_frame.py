@@ -219,7 +219,7 @@ def entry(
 
 
 HOSTILE = {
-    "an unknown direction": (forged(entry(), direction=3), "unknown direction 3"),
+    "an unknown direction": (forged(entry(), direction=4), "unknown direction 4"),
     "more sections than there are": (forged(entry(), count=65535), "past the end"),
     "fewer sections than there are": (forged(entry() * 2), "bytes follow the last section"),
     "no section": (forged(b"", count=0), "does not decode alone"),

@@ -9,6 +9,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from thinwire.codecs import Bits, Codec, Ragged, TensorCodec, codec, register_codec
+    from thinwire.data_parallel import (
+        CompressedDDP,
+        CompressedFSDP,
+        GradientReducer,
+        LocalSteps,
+        OneBitAdam,
+        QuantizedAdam,
+        compress_ddp,
+        compress_fsdp,
+    )
     from thinwire.errors import (
         EngineError,
         FrameError,
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
         PeerAborted,
         SpecError,
     )
+    from thinwire.exchange import register_exchange
     from thinwire.frame import Kind, Section, pack, unpack
     from thinwire.network import EmulatedTransport, GlooTransport, MemoryTransport, Transport
     from thinwire.pipeline import (
@@ -48,6 +59,17 @@ if TYPE_CHECKING:
 # Names are imported when first used: torch takes seconds, and the command's errors need none of it.
 _HOMES = {
     "thinwire.codecs": ("Bits", "Codec", "Ragged", "TensorCodec", "codec", "register_codec"),
+    "thinwire.data_parallel": (
+        "CompressedDDP",
+        "CompressedFSDP",
+        "GradientReducer",
+        "LocalSteps",
+        "OneBitAdam",
+        "QuantizedAdam",
+        "compress_ddp",
+        "compress_fsdp",
+    ),
+    "thinwire.exchange": ("register_exchange",),
     "thinwire.errors": (
         "EngineError",
         "FrameError",
@@ -94,9 +116,7 @@ if not TYPE_CHECKING:  # it would make every unknown name pass
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
         home = _HOME_OF[name]
         if home != "thinwire.errors":
-            importlib.import_module(
-                "thinwire.schemes"
-            )  # so that every codec and scheme has its name
+            importlib.import_module("thinwire.exchange")  # so that every spec has its name
         value = getattr(importlib.import_module(home), name)
         globals()[name] = value
         return value
@@ -111,19 +131,25 @@ __all__ = [
     "Bits",
     "ClassLoss",
     "Codec",
+    "CompressedDDP",
+    "CompressedFSDP",
     "EmulatedTransport",
     "EngineError",
     "EvalResult",
     "FrameError",
     "GlooTransport",
+    "GradientReducer",
     "Kind",
     "LinkError",
+    "LocalSteps",
     "MemoryTransport",
     "NonFiniteError",
+    "OneBitAdam",
     "PeerAborted",
     "Pipeline",
     "PipelineStage",
     "Plan",
+    "QuantizedAdam",
     "Ragged",
     "Receiver",
     "Scheme",
@@ -140,10 +166,13 @@ __all__ = [
     "Visit",
     "build_schedule",
     "codec",
+    "compress_ddp",
+    "compress_fsdp",
     "default_forward",
     "pack",
     "parse",
     "register_codec",
+    "register_exchange",
     "register_scheme",
     "register_source",
     "scheme",

@@ -66,11 +66,15 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Direction(enum.IntEnum):
-    """Which way a frame goes over its edge; ``CONTROL`` frames belong to no edge."""
+    """Which way a frame goes over its edge; the others belong to no edge.
+
+    Of an ``EXCHANGE`` the micro-batch is the bucket, and the edge the round.
+    """
 
     FORWARD = 0
     BACKWARD = 1
     CONTROL = 2
+    EXCHANGE = 3
 
 
 class Kind(enum.IntEnum):

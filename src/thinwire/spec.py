@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 from thinwire.errors import SpecError
 
-Kind = Literal["codec", "scheme"]
+Kind = Literal["codec", "scheme", "exchange"]
 T = TypeVar("T")
 
 _WORD = re.compile(r"[A-Za-z0-9_.+\-/]+")
@@ -142,6 +142,7 @@ class _Entry:
     cls: type[Named]
     preset: Mapping[str, Any]
     options: Mapping[str, _Option]
+    yields: bool = False  # another name for what has one: a user's class may take it
 
     @property
     def takes_specs(self) -> bool:
@@ -153,12 +154,15 @@ _REGISTRY: dict[str, _Entry] = {}
 _NOTED: dict[str, list[str]] = {}
 
 
-def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T]]:
+def register(
+    kind: Kind, name: str, *, yields: bool = False, **preset: Any
+) -> Callable[[type[T]], type[T]]:
     """Class decorator: make a frozen dataclass reachable as ``name`` in spec strings.
 
     ``preset`` fixes fields that the name implies (``int4`` fixes ``bits=4``). A field with
     ``metadata={"derive": f}`` has the default ``f(instance)``, to be filled in ``__post_init__``.
-    A class that is defined again, as in a notebook, takes the place of the one before. Raises
+    A class that is defined again, as in a notebook, takes the place of the one before; any class
+    does where the name was registered to yield it. Raises
     ValueError on a name that is another's or not of the form ``[a-z][a-z0-9_-]*``, and on a class
     that is no frozen dataclass or lacks a method.
     """
@@ -170,7 +174,7 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
     def add(cls: Any) -> Any:
         _check_class(cls, kind)
         taken = _REGISTRY[name].cls if name in _REGISTRY else cls
-        if _place_of(taken) != _place_of(cls):
+        if _place_of(taken) != _place_of(cls) and not _REGISTRY[name].yields:
             raise ValueError(
                 f"the spec name {name!r} is taken by {taken.__qualname__} of {taken.__module__}"
             )
@@ -187,13 +191,17 @@ def register(kind: Kind, name: str, **preset: Any) -> Callable[[type[T]], type[T
             for f in dataclasses.fields(cls)
             if f.name not in preset and f.init
         }
-        _REGISTRY[name] = _Entry(kind, cls, dict(preset), options)
+        _REGISTRY[name] = _Entry(kind, cls, dict(preset), options, yields)
         return cls
 
     return add
 
 
-_BASES = {"codec": "tw.Codec or tw.TensorCodec", "scheme": "tw.Scheme"}
+_BASES = {
+    "codec": "tw.Codec or tw.TensorCodec",
+    "scheme": "tw.Scheme",
+    "exchange": "thinwire.exchange.Exchange",
+}
 
 
 def _check_class(cls: Any, kind: Kind) -> None:

@@ -12,6 +12,7 @@ from thinwire.train.data import Samples
 from thinwire.train.model import Gpt
 
 TEXT = data.Text(bytes(128 * 16 * 4), bytes(1024), "0" * 64, "a text")  # 4 steps an epoch
+TILE = "predicted(tile,by=token+previous)"
 HALF = "--train.frozen=2"
 
 
@@ -23,17 +24,32 @@ def config(*words: str) -> Config:
     ("words", "line"),
     [
         ((), "forward delta(int4), since 3 epochs are planned"),
-        (("--train.epochs=1",), "forward predicted(tile,by=token+previous), since 1 epoch is planned"),
-        (("--steps=6",), "forward predicted(tile,by=token+previous), since 1.5 epochs are planned"),
+        (
+            ("--train.epochs=1",),
+            f"forward {TILE}, since 1 epoch is planned",
+        ),
+        (("--steps=6",), f"forward {TILE}, since 1.5 epochs are planned"),
         (
             (HALF, "--train.epochs=2"),
             "forward delta(int4), since 2 epochs are planned and frozen stages can rest",
         ),
-        ((HALF, "--steps=7"), "forward predicted(tile,by=token+previous), since 1.75 epochs are planned"),
-        ((HALF, "--steps=8", "--skip-frozen=false"), "forward predicted(tile,by=token+previous), since 2 epochs are planned"),
-        ((HALF, "--steps=8", "--model.dropout=0.1"), "forward predicted(tile,by=token+previous), since 2 epochs are planned"),
+        (
+            (HALF, "--steps=7"),
+            f"forward {TILE}, since 1.75 epochs are planned",
+        ),
+        (
+            (HALF, "--steps=8", "--skip-frozen=false"),
+            f"forward {TILE}, since 2 epochs are planned",
+        ),
+        (
+            (HALF, "--steps=8", "--model.dropout=0.1"),
+            f"forward {TILE}, since 2 epochs are planned",
+        ),
         # no stage is frozen as a whole
-        (("--train.frozen=1", "--steps=8"), "forward predicted(tile,by=token+previous), since 2 epochs are planned"),
+        (
+            ("--train.frozen=1", "--steps=8"),
+            f"forward {TILE}, since 2 epochs are planned",
+        ),
     ],
 )
 def test_the_default_scheme_is_told_with_the_reason(words: tuple[str, ...], line: str) -> None:

@@ -18,6 +18,7 @@ from thinwire.train import inspection, launch, report
 from thinwire.train.arguments import read_arguments
 from thinwire.train.config import ConfigError
 
+TILE = "predicted(tile,by=token+previous)"
 TINY = ["--quick", "--steps", "4", "--threads", "1", "--model.dim", "32", "--model.context", "32"]
 SUMMARY_KEYS = {
     "val_loss",
@@ -109,7 +110,7 @@ def test_a_run_leaves_its_settings_metrics_and_summary(tmp_path: Path) -> None:
         assert cpu["codec_share"] == pytest.approx(cpu["codec_ms"] / cpu["step_ms"])
     assert report.compression_sentence(summary["cpu"]) in result.stdout
     assert "validation loss" in result.stdout
-    assert result.stdout.startswith("forward predicted(tile,by=token+previous), since 0.25 epochs are planned\n")
+    assert result.stdout.startswith(f"forward {TILE}, since 0.25 epochs are planned\n")
 
 
 def test_a_written_config_repeats_the_run_exactly(tmp_path: Path) -> None:

@@ -296,3 +296,6 @@ class Integer(Codec):
 
 for _bits in range(1, 9):
     register("codec", f"int{_bits}", bits=_bits)(Integer)
+
+# the sign of each value, and of the root mean square of its group what is nearest: of 1-bit SGD
+register("codec", "sign", yields=True, bits=1, symmetric=True, scale="std")(Integer)

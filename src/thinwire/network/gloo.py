@@ -54,7 +54,9 @@ class GlooTransport(Transport):
         if group is None:
             if not dist.is_initialized():
                 raise ValueError("GlooTransport needs torch.distributed.init_process_group first")
-            group = dist.new_group(ranks=ranks, backend="gloo")
+            group = dist.new_group(
+                ranks=ranks, backend="gloo", use_local_synchronization=ranks is not None
+            )
         self._group = group
         self.address, self.size = group.rank(), group.size()
         self._pending: list[tuple[dist.Work, Message]] = []

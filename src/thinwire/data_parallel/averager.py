@@ -1,0 +1,204 @@
+"""Named tensors, averaged over the ranks of a group in buckets, each a round behind the next.
+
+What is averaged stays in place until all is known: then the means are written, or, where a rank's
+values were not finite, NaN, and every bucket's state is what it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from thinwire.exchange import Averaging, Call, Exchange, Member, Peers
+from thinwire.exchange.base import Outcome, Steps
+
+#: Values of a bucket, unless a single tensor has more.
+BUCKET = 1 << 20
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what tensors of ``dtype`` are averaged."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"{dtype} cannot be averaged: gradients are floating-point numbers")
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Flow:
+    """Buckets under way: when one begins, those before it go a round on."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[int, Steps]] = []
+        self.outcomes: dict[int, Outcome] = {}
+
+    def begin(self, bucket: int, steps: Steps) -> None:
+        self._running.append((bucket, steps))
+        self._advance(list(reversed(self._running)))
+
+    def finish(self) -> None:
+        while self._running:
+            self._advance(list(self._running))
+
+    def _advance(self, these: Iterable[tuple[int, Steps]]) -> None:
+        for one in these:
+            try:
+                next(one[1])
+            except StopIteration as end:
+                self.outcomes[one[0]] = end.value
+                self._running.remove(one)
+
+
+class Averager:
+    """``tensors`` (name and an example of shape, dtype and device), averaged over ``peers``.
+
+    Creating one is collective: all ranks compare what they were given. Raises ValueError on all
+    alike where it differs.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        peers: Peers,
+        exchange: Exchange,
+        seed: int = 0,
+        bucket: int = BUCKET,
+    ) -> None:
+        self.peers, self.exchange, self._seed = peers, exchange, seed
+        self._members = [
+            Member(name, number, tuple(x.shape)) for number, (name, x) in enumerate(tensors)
+        ]
+        self._like = [(work_dtype(x.dtype), x.device) for _, x in tensors]
+        self._compare(tensors)
+        self._buckets: dict[int, Averaging] = {}
+        self._bucket_of: dict[int, tuple[int, ...]] = {}
+        self._left: dict[str, Tensor] = {}  # state of tensors that are in no bucket now
+        self._flow = Flow()
+        self._steps = 0  # begun, also those that did not count
+        self._size = bucket
+
+    def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        names = [name for name, _ in tensors]
+        if len(set(names)) != len(names):
+            raise ValueError("two tensors have the same name")
+        described = [[name, str(x.dtype), list(x.shape)] for name, x in tensors]
+        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        mine = [str(self.exchange), self._seed, len(tensors), digest]
+        found = self.peers.gather(mine)
+        for rank, other in enumerate(found):
+            for what, ours, theirs in zip(
+                ("exchange", "seed", "number of tensors", "names, shapes or dtypes"),
+                found[0],
+                other,
+                strict=True,
+            ):
+                if ours != theirs:
+                    raise ValueError(
+                        f"rank 0 and rank {rank} of the group differ in their {what}"
+                        + (f": {ours} and {theirs}" if what != "names, shapes or dtypes" else "")
+                    )
+
+    def split(self) -> list[list[int]]:
+        """The tensors' numbers in buckets of one dtype and device, in their order."""
+        buckets: list[list[int]] = []
+        open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+        for number, (like, member) in enumerate(zip(self._like, self._members, strict=True)):
+            numbers, size = open_bucket.get(like, ([], self._size))
+            if size + member.numel > self._size:
+                numbers, size = [], 0
+                buckets.append(numbers)
+            numbers.append(number)
+            open_bucket[like] = numbers, size + member.numel
+        return buckets
+
+    def begin(self) -> None:
+        """All ranks begin a step."""
+        self._flow = Flow()
+        self._steps += 1
+        self.peers.begin_step()
+
+    def add(self, bucket: int, numbers: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+        """Begin to average these tensors, those of ``numbers``, 1-D and contiguous (None: absent
+        here); the same numbers on all ranks. Another order of buckets than before is welcome."""
+        packed = struct.pack("<4Q", self._seed, self._steps, self.peers.rank, bucket)
+        call = Call(bucket, xxhash.xxh3_64_intdigest(packed) >> 1, self._steps)
+        self._flow.begin(bucket, self._bucket(bucket, tuple(numbers)).average(tensors, call))
+
+    def finish(self) -> dict[int, Outcome]:
+        """Wait for all buckets of the step; their outcomes. The state waits for ``settle``."""
+        self._flow.finish()
+        return self._flow.outcomes
+
+    def settle(self, counts: bool) -> None:
+        """The step counts, or all state is what it was before."""
+        for averaging in self._buckets.values():
+            if counts:
+                averaging.commit()
+            else:
+                averaging.discard()
+
+    def report(self) -> dict[str, Any]:
+        """What this rank has sent, as plain numbers."""
+        return self.peers.counters.report() | {"exchange": str(self.exchange)}
+
+    # Buckets and their state.
+
+    def _bucket(self, bucket: int, numbers: tuple[int, ...]) -> Averaging:
+        if self._bucket_of.get(bucket) != numbers:
+            self._form(bucket, numbers)
+        return self._buckets[bucket]
+
+    def _form(self, bucket: int, numbers: tuple[int, ...]) -> None:
+        """Make a bucket of these tensors; what others have remembered of them goes along."""
+        dtype, device = self._like[numbers[0]]
+        members = [self._members[n] for n in numbers]
+        made = self.exchange.averaging(members, dtype, device, self.peers)
+        taken = set(numbers)
+        for other in [b for b, of in self._bucket_of.items() if b == bucket or taken & set(of)]:
+            self._left |= _copied(self._buckets.pop(other).state())
+            del self._bucket_of[other]
+        made.load({name: self._left.pop(name, x) for name, x in _copied(made.state()).items()})
+        self._buckets[bucket], self._bucket_of[bucket] = made, numbers
+
+    def form(self) -> None:
+        """Make the buckets of ``split``."""
+        for bucket, numbers in enumerate(self.split()):
+            self._bucket(bucket, tuple(numbers))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all that this rank remembers, by plain names."""
+        found = {"steps": torch.tensor(self._steps)} | _copied(self._left)
+        for averaging in self._buckets.values():
+            found |= _copied(averaging.state())
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from ``state_dict``'s result at this rank of as many. Raises ValueError, with
+        nothing changed, where it is of other tensors, another exchange or another rank."""
+        steps = state.get("steps")
+        if steps is None or steps.dtype != torch.int64 or steps.dim() or steps < 0:
+            raise ValueError("the state has no 'steps': it is of nothing that averages gradients")
+        made = {}
+        for bucket, numbers in enumerate(self.split()):
+            members = [self._members[n] for n in numbers]
+            dtype, device = self._like[numbers[0]]
+            made[bucket] = self.exchange.averaging(members, dtype, device, self.peers)
+            made[bucket].load(state)
+        known = {"steps"} | {name for averaging in made.values() for name in averaging.state()}
+        unknown = sorted(set(state) - known)
+        if unknown:
+            raise ValueError(
+                f"the state has {unknown[0]!r}, of which {self.exchange} knows nothing at rank "
+                f"{self.peers.rank} of {self.peers.size}"
+            )
+        self._steps, self._left, self._buckets = int(steps), {}, made
+        self._bucket_of = {b: tuple(numbers) for b, numbers in enumerate(self.split())}
+
+
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in state.items()}

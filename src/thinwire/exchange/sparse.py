@@ -1,0 +1,146 @@
+"""The sparse all-gather: every rank sends all others what its codec has kept, of any length.
+
+u <- tensor + residual; m <- codec.encode(u); residual <- u - decode(m); the mean is the sum of all
+ranks' decode(m), in their order, divided by their number. For codecs that keep few of the values,
+other ones on each rank: Aji and Heafield 2017, "Sparse Communication for Distributed Gradient
+Descent". A rank sends (n - 1) times its coded bytes among n ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.errors import SpecError
+from thinwire.exchange.base import (
+    Averaging,
+    Call,
+    Exchange,
+    Member,
+    Outcome,
+    Residual,
+    Steps,
+    coded,
+    decoded,
+    told_by,
+    with_presence,
+)
+from thinwire.exchange.layout import Layout
+from thinwire.exchange.peers import Peers
+from thinwire.exchange.requantized import RESIDUALS
+from thinwire.frame import Section
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse(Exchange):
+    """``codec`` one way; ``residual``: how what it leaves out is kept ("" for not at all)."""
+
+    codec: Codec
+    residual: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.codec.alone:
+            raise SpecError(f"{self.codec} is decoded by another link's frames: not for gradients")
+
+    def __str__(self) -> str:
+        kept = {"": str(self.codec), "fp32": f"ef({self.codec})"}
+        return kept.get(self.residual, f"ef({self.codec},residual={self.residual})")
+
+    def averaging(
+        self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, peers: Peers
+    ) -> SparseAveraging:
+        return SparseAveraging(self, members, dtype, device, peers)
+
+    def describe_memory(self) -> str:
+        if not self.residual:
+            return "nothing between steps"
+        return f"{4 if self.residual == 'fp32' else 2} bytes a value; as much again during a step"
+
+
+class SparseAveraging(Averaging):
+    """One rank's residual of a bucket."""
+
+    def __init__(
+        self,
+        exchange: Sparse,
+        members: Sequence[Member],
+        dtype: torch.dtype,
+        device: torch.device,
+        peers: Peers,
+    ) -> None:
+        super().__init__(members, dtype, device, peers)
+        self.codec = exchange.codec  # may be another one in each step
+        self.sent: Section | None = None  # of the step
+        self.layout = Layout([m.numel for m in members], [m.number for m in members], 1, 1)
+        self._residual: Residual | None = None
+        if exchange.residual:
+            kept = RESIDUALS[exchange.residual] or dtype
+            self._residual = Residual(self.layout.lengths, kept, device)
+
+    def average(self, tensors: Sequence[Tensor | None], call: Call) -> Steps:
+        peers, codec = self.peers, self.codec
+        (length,) = self.layout.lengths
+        most = codec.max_nbytes((length,), self.dtype) + -(-len(tensors) // 8)
+        gathering = peers.round(1, call.bucket, [most] * peers.size)
+        present = [tensor is not None for tensor in tensors]
+        absent = [index for index, here in enumerate(present) if not here]
+        (values,) = self.layout.gather(tensors, self.dtype, self.device)
+        if self._residual is not None:
+            self._residual.add_to([values])
+            for where in self.layout.of(absent, 0):
+                values[where] = 0
+        mine = self.sent = coded(codec, values, call.seed)
+        for other in peers.others:
+            gathering.send(other, with_presence(mine, present), length if mine else 0)
+        if mine is not None and self._residual is not None:
+            payload = mine.payload.to(self.device)
+            self._residual.propose([values.sub_(codec.decode(payload, values.shape, values.dtype))])
+            for where in self.layout.of(absent, 0):
+                self._residual.stay(0, where)
+        yield
+
+        finite, anywhere = mine is not None, list(present)
+        total = torch.zeros(length, dtype=self.dtype, device=self.device)
+        for source in range(peers.size):
+            section = mine
+            if source != peers.rank:
+                received = gathering.receive(source)
+                told = told_by(received, len(tensors), gathering, source)
+                anywhere = [a or b for a, b in zip(anywhere, told.present, strict=True)]
+                finite = finite and told.finite
+                section = received[0]
+            if finite:
+                assert section is not None
+                total.add_(decoded(codec, section, total, gathering, source))
+        gathering.close()
+        total.div_(peers.size)
+        if not finite or not bool(torch.isfinite(total).all()):
+            return Outcome(None, anywhere)
+        found = [torch.empty(m.numel, dtype=self.dtype, device=self.device) for m in self.members]
+        self.layout.scatter([total], found)
+        return Outcome(found, anywhere)
+
+    def commit(self) -> None:
+        if self._residual is not None:
+            self._residual.commit()
+
+    def discard(self) -> None:
+        if self._residual is not None:
+            self._residual.discard()
+
+    def state(self) -> dict[str, Tensor]:
+        if self._residual is None:
+            return {}
+        (buffer,) = self._residual.buffers
+        (spans,) = self.layout.spans
+        whole = {m.name: buffer.new_empty(0) for m in self.members}
+        whole |= {self.members[span.tensor].name: buffer[span.here] for span in spans}
+        return {f"worker.{name}": x for name, x in whole.items()}
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        for name, mine in self.state().items():
+            mine.copy_(state[name])
