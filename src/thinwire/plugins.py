@@ -43,8 +43,8 @@ def load(file: Path) -> list[str]:
         found = _names_of_imported(path) or _run(path, file)
         if not found and not sources_of(file):
             raise PluginError(
-                f"{file} registers nothing: put @tw.register_codec, @tw.register_scheme, "
-                "@tw.register_source or @tw.register_exchange, with a name, before a class"
+                f"{file} registers nothing: put @tw.register_codec, @tw.register_scheme or "
+                "@tw.register_source, with a name, before a class"
             )
         _registered[path] = found
     return _registered[path]
@@ -103,9 +103,7 @@ def _run(path: Path, shown: Path) -> list[str]:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         loader.get_code(name)  # what cannot be read or parsed is told before torch is imported
-        importlib.import_module(
-            "thinwire.exchange"
-        )  # so that what is built in is not taken for new
+        importlib.import_module("thinwire.exchange")  # so that what is built in is not taken for new
         before = spec.registered()
         loader.exec_module(module)
     except BaseException as error:
