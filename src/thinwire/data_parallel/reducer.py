@@ -58,6 +58,15 @@ class GradientReducer:
         self._buckets = self._averager.split()
         self.skipped = False
 
+    @property
+    def size(self) -> int:
+        """The number of replicas."""
+        return self.peers.size
+
+    def abort(self, kind: str, why: str) -> None:
+        """Tell the other ranks that this one gives up: the error's name, and its text."""
+        self.peers.abort(kind, why)
+
     def reduce(self, scale: float = 1.0) -> bool:
         """Replace every gradient by its mean over the ranks; returns whether the step is skipped.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from thinwire import frame
 from thinwire.counters import LinkCounters
-from thinwire.errors import FrameError, LinkError
+from thinwire.errors import FrameError, LinkError, PeerAborted
 from thinwire.frame import Direction, Kind, Place, Section
 from thinwire.network import Transport
 from thinwire.network.transport import Handle, TransportError
@@ -97,12 +97,14 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            self.abort(error)
+            kind = error.kind if isinstance(error, PeerAborted) else type(error).__name__
+            self.abort(kind, f"rank {self.rank}: {error}")
             raise
 
-    def abort(self, error: BaseException) -> None:
-        """Tell all ranks, wherever they wait for this one, that it gives up, and why."""
-        section = frame.abort_section(type(error).__name__, f"rank {self.rank}: {error}")
+    def abort(self, kind: str, why: str) -> None:
+        """Tell all ranks, wherever they wait for this one, that it gives up: the name of its error,
+        and the text."""
+        section = frame.abort_section(kind, why)
         parts = frame.build(Place(self.run, self.step, 0, 0, Direction.EXCHANGE), [section])
         for channel in range(1 + ROUNDS):
             for other in self.others:

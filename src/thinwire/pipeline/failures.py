@@ -9,6 +9,7 @@ from thinwire.edge import EdgeEnd
 from thinwire.errors import LinkError, NonFiniteError, PeerAborted
 from thinwire.network import Transport, TransportError
 from thinwire.pipeline.control import Control
+from thinwire.pipeline.gradients import Replicas
 
 _DRAIN_SECONDS = 1.0
 
@@ -20,8 +21,14 @@ class Failures:
     """
 
     def __init__(
-        self, rank: int, control: Control, transport: Transport, ends: Sequence[EdgeEnd]
+        self,
+        rank: int,
+        control: Control,
+        transport: Transport,
+        ends: Sequence[EdgeEnd],
+        replicas: Replicas | None = None,
     ) -> None:
+        self._replicas = replicas
         self._rank, self._control, self._transport, self._ends = rank, control, transport, ends
         self.reason: str | None = None
 
@@ -39,6 +46,7 @@ class Failures:
             origin = origin_of(error, self._rank)
             kind, self.reason = reason_of(origin, self._rank)
             tell = [*(end.outgoing.abort for end in self._ends), self._control.abort]
+            tell += [] if self._replicas is None else [self._replicas.abort]
             for abort in tell:
                 with contextlib.suppress(TransportError):  # that one is gone: the others are not
                     abort(kind, self.reason)

@@ -1,12 +1,15 @@
-"""The gradients of a rank's parameters: accumulated, summed where they are tied, clipped.
+"""The gradients of a rank's parameters: accumulated, averaged over replicas, summed where they are
+tied, clipped.
 
-Torch adds a step's gradients to whatever is there. What is scaled, or tied and summed over its
-owners, must not be so twice: such gradients are set apart before a step, and added after it.
+Torch adds a step's gradients to whatever is there. What is scaled, averaged, or tied and summed
+over its owners, must not be so twice: such gradients are set apart before a step, and added after
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +22,38 @@ from thinwire.pipeline.stage import PipelineStage
 Earlier = list[tuple[nn.Parameter, Tensor | None]]
 
 
+class Replicas(Protocol):
+    """What averages the gradients of this rank's parameters over the replicas of its stages, as
+    ``tw.GradientReducer`` does."""
+
+    @property
+    def size(self) -> int:
+        """The number of replicas."""
+
+    def average(self, scale: float = 1.0) -> bool:
+        """Average all gradients in place; where one is not finite, some are NaN on all ranks, and
+        the answer is no. What is remembered waits for ``settle``."""
+
+    def settle(self, counts: bool) -> None:
+        """The step counts, on all ranks of all replicas, or it does not."""
+
+    def abort(self, kind: str, why: str) -> None:
+        """Tell the replicas that this one gives up: the error's name, and its text."""
+
+
 class Gradients:
     """Of the parameters of the local ``stages``; those in ``ties`` are other stages' too."""
 
     def __init__(
-        self, stages: Sequence[PipelineStage], ties: Sequence[Tie], control: Control, rank: int
+        self,
+        stages: Sequence[PipelineStage],
+        ties: Sequence[Tie],
+        control: Control,
+        rank: int,
+        replicas: Replicas | None = None,
     ) -> None:
         self._stages, self._ties, self._control, self._rank = stages, ties, control, rank
+        self._replicas = replicas
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each parameter of this rank once, also where two of its stages share it."""
@@ -34,15 +62,19 @@ class Gradients:
 
     def set_apart(self, scaled: bool) -> Earlier:
         """Before a step: take out what earlier steps have left and this one must not touch."""
-        apart = self.parameters() if scaled else (tie.parameter for tie in self._ties)
+        whole = scaled or self._replicas is not None
+        apart = self.parameters() if whole else (tie.parameter for tie in self._ties)
         earlier = [(parameter, parameter.grad) for parameter in apart]
         for parameter, _ in earlier:
             parameter.grad = None
         return earlier
 
     def gather(self, earlier: Earlier, scale: float) -> None:
-        """After it: sum what is tied over its owners (collective), divide by ``scale``, and add
-        what was taken out."""
+        """After it: average over replicas, sum what is tied over its owners (both collective),
+        divide by ``scale``, and add what was taken out."""
+        if self._replicas is not None:
+            # before ties are summed: each owner's mean is coded in its own way, their sum is one
+            self._replicas.average(scale)
         for tie in self._ties:
             self._sum(tie)
         for parameter, before in earlier:

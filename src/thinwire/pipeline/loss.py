@@ -16,7 +16,7 @@ class TokenLoss:
 
     def __init__(self, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
-        self.count = 1
+        self.count: float = 1
 
     def tokens(self, target: Tensor) -> int:
         """Valid tokens of a target."""
@@ -24,13 +24,14 @@ class TokenLoss:
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """``output`` [rows, …, V] logits, ``target`` [rows, …] int64; returns a scalar."""
+        wide = torch.promote_types(output.dtype, torch.float32)
         total = torch.nn.functional.cross_entropy(
-            output.reshape(-1, output.shape[-1]).float(),
+            output.reshape(-1, output.shape[-1]).to(wide),
             target.reshape(-1),
             ignore_index=self.ignore_index,
             reduction="sum",
         )
-        return total / max(self.count, 1)
+        return total / (self.count or 1)
 
 
 class ClassLoss(TokenLoss):

@@ -6,7 +6,7 @@ One training step is
    valid lengths (a wrong input raises the same ValueError everywhere, with nothing under way);
 2. both ends of each link plan what will be sent, and receives are posted;
 3. torch's schedule runs;
-4. gradients of tied parameters are summed over their owners;
+4. gradients are averaged over replicas, and those of tied parameters summed over their owners;
 5. every rank tells every other its loss and gradient norm; gradients are clipped alike.
 
 A rank that fails tells the others why before it raises; they raise PeerAborted with that reason.
@@ -34,7 +34,7 @@ from thinwire.pipeline.assembly import Connector, Setup, compare, group_ranks, r
 from thinwire.pipeline.control import Control
 from thinwire.pipeline.failures import Failures, reason_of
 from thinwire.pipeline.frozen import Frozen
-from thinwire.pipeline.gradients import Gradients
+from thinwire.pipeline.gradients import Gradients, Replicas
 from thinwire.pipeline.learned import Learned
 from thinwire.pipeline.learned import lines as learned_lines
 from thinwire.pipeline.loss import ClassLoss, TokenLoss
@@ -59,6 +59,9 @@ class Pipeline:
     references: where this rank keeps what its links remember of samples; None: in RAM.
     skip_frozen: stages from the first on that are frozen, and proven to compute the same again, do
     not run for samples that the next link's ends remember, and send nothing.
+    reducer: a ``tw.GradientReducer`` of this rank's parameters, over the ranks that hold the same
+    stages in other replicas of the pipeline; norms, and the step's ``overflow``, are then of the
+    averaged gradient, the same in all replicas.
 
     Creating one is collective: ranks check that the stages fit together. Raises ValueError if not.
     """
@@ -78,11 +81,11 @@ class Pipeline:
         seed: int = 0,
         references: Storage | None = None,
         skip_frozen: bool = True,
+        reducer: Replicas | None = None,
     ) -> None:
-        self.schedule, self.stages = schedule, list(stages)
-        self.plan = plan or Plan()
+        self.schedule, self.stages, self.plan = schedule, list(stages), plan or Plan()
         self.max_grad_norm, self.seed = max_grad_norm, seed
-        self.deadline = deadline
+        self.deadline, self._replicas = deadline, reducer
         self.n_microbatches = engine.microbatches_of(schedule)
         if not self.stages:
             raise ValueError("a pipeline needs at least one stage on each rank")
@@ -105,7 +108,9 @@ class Pipeline:
         self._setup = self._compare(name, tied or {}, skip_frozen)
         rows = self._setup.max_rows * self.n_microbatches
         self._control.allow_rows(rows, 2 * sum(self._setup.outputs))
-        self._gradients = Gradients(self.stages, self._setup.ties, self._control, self.rank)
+        self._gradients = Gradients(
+            self.stages, self._setup.ties, self._control, self.rank, reducer
+        )
         self._schemes = Schemes(self.plan, first.num_stages - 1)
         self._frozen = self._find_frozen(rank_of, skip_frozen)
         connector = Connector(
@@ -114,7 +119,9 @@ class Pipeline:
         self._ends = connector.connect(self.stages)
         for end in self._ends:
             end.incoming.deadline = first_deadline
-        self._failures = Failures(self.rank, self._control, self.transport, self._ends)
+        self._failures = Failures(
+            self.rank, self._control, self.transport, self._ends, self._replicas
+        )
         self._agreement = self._make_agreement(rank_of)
         self._remembered = Remembered(
             self._ends, references or Storage(), rows, self.timers, self._schemes.agrees
@@ -206,6 +213,7 @@ class Pipeline:
         dense: bool = False,
         measure: bool = False,
         context: Mapping[str, Tensor] | None = None,
+        count: int | None = None,
     ) -> StepResult:
         """Forward and backward of one batch over all micro-batches; gradients are left in place.
 
@@ -222,7 +230,10 @@ class Pipeline:
         they would had their codecs lost nothing: a warm start, before compression begins. With
         ``measure``, as well, senders find out what coding loses: see ``fidelity_reports``.
         context, the same on all ranks, is what both ends of a link may predict by: int64 [rows] or
-        [rows, positions] by name, as ``token`` and ``target`` (see docs/prediction.md).
+        [rows, positions] by name, as ``token`` and ``target`` (see docs/prediction.md). count,
+        where the last stage is: the valid targets of all replicas' batches, by which the loss is
+        divided, and its gradient; without it each replica divides by its own, and unequal ones
+        weigh alike. The result's loss is this replica's; their mean over replicas is the step's.
 
         Raises ValueError on all ranks, with nothing sent, if the inputs do not fit; NonFiniteError
         if an activation, or without loss_scale the gradient, is not finite (no parameter has been
@@ -247,9 +258,11 @@ class Pipeline:
             if self._schemes.remembers:
                 self._remembered.acquire(plan, self._control.gather_result)
             earlier = self._gradients.set_apart(loss_scale is not None)
-            losses = self._run(plan, inputs, target)
+            losses = self._run(plan, inputs, target, count)
             self._gradients.gather(earlier, loss_scale or 1.0)
             result = self._finish(plan, self._total(losses), self._tokens(target))
+            if self._replicas is not None:
+                self._replicas.settle(not result.overflow)
             if result.overflow:
                 for parameter, before in earlier:
                     parameter.grad = before
@@ -297,14 +310,26 @@ class Pipeline:
         parts = 1 if isinstance(self._loss, TokenLoss) else max(len(losses), 1)
         return math.fsum(losses) / parts
 
+    def _count(self, target: Tensor, count: int | None) -> float:
+        """What a training step's loss is divided by."""
+        if count is None:
+            return float(self._loss.tokens(target))
+        return count / (1 if self._replicas is None else self._replicas.size)
+
     def _tokens(self, target: Tensor | None) -> int:
         counts = self._last is not None and isinstance(self._loss, TokenLoss)
         return self._loss.tokens(target) if counts else 0
 
-    def _run(self, plan: StepPlan, inputs: Sequence[Tensor], target: Tensor | None) -> list[float]:
+    def _run(
+        self,
+        plan: StepPlan,
+        inputs: Sequence[Tensor],
+        target: Tensor | None,
+        count: int | None = None,
+    ) -> list[float]:
         """Run the schedule; the micro-batches' losses, where the last stage is."""
         if isinstance(self._loss, TokenLoss) and target is not None:
-            self._loss.count = self._loss.tokens(target) if plan.train else 1
+            self._loss.count = self._count(target, count) if plan.train else 1
         if isinstance(self._loss, ClassLoss):
             self._loss.correct = 0
         self._begin(plan)
