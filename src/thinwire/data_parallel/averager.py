@@ -103,17 +103,18 @@ class Averager:
                         + (f": {ours} and {theirs}" if what != "names, shapes or dtypes" else "")
                     )
 
-    def split(self) -> list[list[int]]:
-        """The tensors' numbers in buckets of one dtype and device, in their order."""
+    def split(self, of: Iterable[int] | None = None) -> list[list[int]]:
+        """The tensors' numbers (None: all) in buckets of one dtype and device, in their order."""
         buckets: list[list[int]] = []
         open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-        for number, (like, member) in enumerate(zip(self._like, self._members, strict=True)):
+        for number in range(len(self._members)) if of is None else of:
+            like, numel = self._like[number], self._members[number].numel
             numbers, size = open_bucket.get(like, ([], self._size))
-            if size + member.numel > self._size:
+            if size + numel > self._size:
                 numbers, size = [], 0
                 buckets.append(numbers)
             numbers.append(number)
-            open_bucket[like] = numbers, size + member.numel
+            open_bucket[like] = numbers, size + numel
         return buckets
 
     def begin(self) -> None:

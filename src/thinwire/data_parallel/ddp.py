@@ -1,8 +1,8 @@
 """``compress_ddp``: a communication hook for DistributedDataParallel.
 
-1. A bucket's gradients are coded and sent as soon as torch has them; buckets that came before it go
-   a round on meanwhile. All of it in the thread that calls the hook, in the order of the buckets,
-   so that nothing waits for what another rank has not begun.
+1. A bucket's gradients are coded and sent as soon as torch has them, in parts; parts that came
+   before go a round on meanwhile. All of it in the thread that calls the hook, in the order of the
+   buckets, so that nothing waits for what another rank has not begun.
 2. With the last bucket all are waited for, and the means are written into torch's buckets.
 3. Where a gradient of any rank is not finite, all ranks find NaN in all of that step's gradients
    and ``skipped`` in the state; residuals are what they were.
@@ -43,6 +43,8 @@ class CompressedDDP:
         self._averager, self._scale_of = averager, scale
         self._number = {id(parameter): n for n, (_, parameter) in enumerate(parameters)}
         self._waiting: list[tuple[GradBucket, Future[Tensor]]] = []
+        self._gradients: dict[int, Tensor] = {}  # those of torch's buckets, by number
+        self._begun: list[list[int]] = []  # numbers, by our own bucket
         self._scale = 1.0
         self._failed: str | None = None
         self.world_size = dist.get_world_size(ddp.process_group)
@@ -66,6 +68,7 @@ class CompressedDDP:
         averager = self._averager
         if not self._waiting:
             averager.begin()
+            self._gradients, self._begun = {}, []
             self._scale = float(self._scale_of())
         self._waiting.append((bucket, future))
         if bucket.buffer().is_sparse:
@@ -74,7 +77,11 @@ class CompressedDDP:
                 "tw.GradientReducer, or Embedding(sparse=False)"
             )
         numbers = [self._number[id(parameter)] for parameter in bucket.parameters()]
-        averager.add(bucket.index(), numbers, [flat(g, self._scale) for g in bucket.gradients()])
+        found = dict(zip(numbers, bucket.gradients(), strict=True))
+        self._gradients |= found
+        for part in averager.split(numbers):  # torch's are larger than what is best under way
+            averager.add(len(self._begun), part, [flat(found[n], self._scale) for n in part])
+            self._begun.append(part)
         if bucket.is_last():
             self._finish()
 
@@ -85,10 +92,13 @@ class CompressedDDP:
         averager.settle(finite)
         self.skipped = not finite
         waiting, self._waiting = self._waiting, []
+        for part, numbers in enumerate(self._begun):
+            means = outcomes[part].means
+            for at, number in enumerate(numbers):
+                mean = means[at] if finite and means else None
+                put_into(self._gradients[number], mean, self._scale)
+        self._gradients = {}
         for bucket, future in waiting:
-            means = outcomes[bucket.index()].means
-            for at, gradient in enumerate(bucket.gradients()):
-                put_into(gradient, means[at] if finite and means else None, self._scale)
             future.set_result(bucket.buffer())
 
     def state_dict(self) -> dict[str, Tensor]:
