@@ -68,10 +68,6 @@ class Exchange(Named):
     ) -> Averaging:
         """One rank's state for a bucket of ``members``, which are averaged in ``dtype``."""
 
-    def describe_memory(self) -> str:
-        """What it holds beside the tensors, for those who choose one."""
-        return "nothing between steps"
-
 
 class Averaging(ABC):
     """One rank's state for a bucket of tensors."""

@@ -63,9 +63,6 @@ class DGC(Exchange):
     ) -> DGCAveraging:
         return DGCAveraging(self, members, dtype, device, peers)
 
-    def describe_memory(self) -> str:
-        return "8 bytes a value; as much again during a step"
-
 
 @functools.lru_cache(maxsize=64)
 def _codec_of(share: str, stage: int) -> TopK:

@@ -53,9 +53,6 @@ class PowerSGD(Exchange):
     ) -> LowRankAveraging:
         return LowRankAveraging(self, members, dtype, device, peers)
 
-    def describe_memory(self) -> str:
-        return "4 bytes a value of a matrix; as much again during a step"
-
 
 class LowRankAveraging(Averaging):
     """One rank's residuals, and the Q that all ranks have, of a bucket's matrices."""

@@ -64,12 +64,6 @@ class Requantized(Exchange):
     ) -> RequantizedAveraging:
         return RequantizedAveraging(self, members, dtype, device, peers)
 
-    def describe_memory(self) -> str:
-        if not self.residual:
-            return "nothing between steps"
-        size = 4 if self.residual == "fp32" else 2
-        return f"{size} bytes a value, and {size} / ranks more; as much again during a step"
-
 
 def alignment(codec: Codec) -> int:
     """Of how many values what shares a scale consists: parts of tensors begin at multiples."""

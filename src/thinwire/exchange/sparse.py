@@ -55,11 +55,6 @@ class Sparse(Exchange):
     ) -> SparseAveraging:
         return SparseAveraging(self, members, dtype, device, peers)
 
-    def describe_memory(self) -> str:
-        if not self.residual:
-            return "nothing between steps"
-        return f"{4 if self.residual == 'fp32' else 2} bytes a value; as much again during a step"
-
 
 class SparseAveraging(Averaging):
     """One rank's residual of a bucket."""
