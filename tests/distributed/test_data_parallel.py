@@ -485,3 +485,171 @@ def test_a_rank_that_does_not_come_is_named_in_time(pool: Pool) -> None:
     line, _ = pool.run(_leaves, world_size=2)
     assert "no gradients from rank 1" in line
     assert "within 3 s" in line
+
+
+# What an attacker found.
+
+
+def _closed_and_made_again(rank: int, world: int) -> bool:
+    half = [r for r in range(world) if r % 2 == rank % 2]
+    group = dist.new_group(half, use_local_synchronization=True)
+    for where in (None, group) * 3:
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.ones(3)
+        reducer = tw.GradientReducer([parameter], where, "int8", deadline=20)
+        assert not reducer.reduce()
+        reducer.close()
+    return True
+
+
+def test_reducers_of_any_groups_live_side_by_side(pool: Pool) -> None:
+    assert all(pool.run(_closed_and_made_again, world_size=4))
+
+
+def _overflows(rank: int, world: int, spec: str) -> list[bool]:
+    """Gradients whose momentum, or product with Q, leaves float32, and ordinary ones after them."""
+    vector, matrix = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(40, 40))
+    reducer = tw.GradientReducer([vector, matrix], None, spec)
+    found = []
+    for size in (1.5e38, 1.5e38, 1.5e38, 1.0, 1.0):
+        vector.grad, matrix.grad = torch.full((64,), size), torch.full((40, 40), size / 50)
+        skipped = reducer.reduce()
+        finite = bool(vector.grad.isfinite().all() and matrix.grad.isfinite().all())
+        assert skipped != finite
+        found.append(skipped)
+    reducer.load_state_dict(reducer.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dgc:0.1", "powersgd:1", "ef(int4:symmetric)", "raw"])
+def test_after_an_overflow_training_goes_on(pool: Pool, spec: str) -> None:
+    one, other = pool.run(_overflows, spec, world_size=2)
+    assert one == other
+    assert one[-2:] == [False, False]
+
+
+def _wrong_states(rank: int, world: int) -> list[str]:
+    def made(spec: str = "ef(int4:symmetric)") -> tw.GradientReducer:
+        return tw.GradientReducer(
+            [nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(9))], None, spec
+        )
+
+    reducer = made()
+    good = reducer.state_dict()
+    reducer.load_state_dict(good)
+    found = []
+    for wrong in (
+        None,
+        {},
+        {**good, "steps": torch.tensor(-1)},
+        {**good, "worker.1": torch.full((9,), 1e300, dtype=torch.float64)},
+        {**good, "worker.1": torch.zeros(8)},
+        {**good, "more": torch.zeros(1)},
+        made("ef(int8)").state_dict(),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            reducer.load_state_dict(wrong)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    assert all(torch.equal(v, good[k]) for k, v in reducer.state_dict().items())
+    return found
+
+
+def test_a_state_that_does_not_fit_is_refused(pool: Pool) -> None:
+    for found in pool.run(_wrong_states, world_size=2):
+        assert "ef(int8)" in found[-1]
+
+
+def _half_adam(rank: int, world: int) -> bool:
+    """Whether moments of half-precision parameters survive a checkpoint."""
+
+    def made() -> tuple[nn.Parameter, tw.QuantizedAdam]:
+        parameter = nn.Parameter(torch.ones(300, dtype=torch.float16))
+        return parameter, tw.QuantizedAdam([parameter], 1e-3, warmup=2)
+
+    def stepped(parameter: nn.Parameter, optimizer: tw.QuantizedAdam, steps: range) -> None:
+        for step in steps:
+            g = torch.Generator().manual_seed(10 * step + rank)
+            parameter.grad = (torch.randn(300, generator=g) * 1e-4).half()
+            optimizer.step()
+
+    one, first = made()
+    stepped(one, first, range(4))
+    other, second = made()
+    other.data.copy_(one.data)
+    second.load_state_dict(first.state_dict())
+    for parameter, optimizer in ((one, first), (other, second)):
+        stepped(parameter, optimizer, range(4, 8))
+    return torch.equal(one, other)
+
+
+def test_moments_of_half_precision_survive_a_checkpoint(pool: Pool) -> None:
+    assert all(pool.run(_half_adam, world_size=2))
+
+
+def _settings(rank: int, world: int, what: str) -> str:
+    parameters = [
+        nn.Parameter(torch.arange(4.0) if what != "start" or rank else torch.arange(4.0).flip(0))
+    ]
+    try:
+        if what == "warmup":
+            tw.QuantizedAdam(parameters, warmup=1 + rank)
+        elif what == "bucket":
+            tw.GradientReducer(parameters, None, "raw", bucket=4 + rank)
+        else:
+            tw.LocalSteps(parameters, 2, lr=1.0 if what == "lr" and rank else 0.7)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["warmup", "bucket", "lr", "start"])
+def test_ranks_with_other_settings_are_told_alike(pool: Pool, what: str) -> None:
+    one, other = pool.run(_settings, what, world_size=2)
+    assert one == other
+    assert "differ in their" in one
+
+
+def _fsdp_skips(rank: int, world: int) -> list[bool]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = tw.compress_fsdp(model, "ef(int8)")
+    found = []
+    for bad in (False, True, False):
+        model.zero_grad()
+        value = model(torch.ones(2, 4)).sum()
+        (value * (torch.nan if bad and rank == 0 else 1.0)).backward()
+        found.append(state.skipped)
+        saved = state.state_dict()
+        found.append(state.skipped)
+    state.load_state_dict(saved)
+    for wrong in (
+        {**saved, "calls": torch.tensor(-5)},
+        {**saved, "worker.99": torch.zeros(world, 3)},
+    ):
+        with pytest.raises(ValueError, match=r"calls|99"):
+            state.load_state_dict(wrong)
+    return found
+
+
+def test_fsdp2_says_when_a_step_is_skipped(pool: Pool) -> None:
+    for found in pool.run(_fsdp_skips, world_size=2):
+        assert found == [False, False, True, True, False, False]
+
+
+def _seldom_replica(rank: int, world: int) -> float:
+    """A sharded parameter with a gradient in one replica only."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["shard"])
+    reducer = tw.GradientReducer(model.named_parameters(), mesh["replicate"].get_group(), "raw")
+    if rank == 0:
+        model(torch.ones(2, 4)).sum().backward()
+    assert not reducer.reduce()
+    return float(model.bias.grad.full_tensor().sum())  # type: ignore[union-attr]
+
+
+def test_a_part_that_one_replica_lacks_counts_as_zero(pool: Pool) -> None:
+    assert pool.run(_seldom_replica, world_size=2) == [4.0, 4.0]

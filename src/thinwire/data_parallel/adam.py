@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.data_parallel.averager import Averager, work_dtype
-from thinwire.data_parallel.reducer import DEFAULT, flat, peers_of
+from thinwire.data_parallel.averager import Averager, counted, digest_of, work_dtype
+from thinwire.data_parallel.reducer import DEFAULT, check_seed, flat, peers_of
 from thinwire.exchange import Exchange, exchange
 from thinwire.exchange.lowrank import total
 from thinwire.network import Transport
@@ -62,10 +62,10 @@ class QuantizedAdam(Optimizer):
     ) -> None:
         if not lr >= 0 or not eps > 0 or not weight_decay >= 0:
             raise ValueError(f"lr={lr}, eps={eps}, weight_decay={weight_decay}: none is negative")
-        if not all(0 <= beta < 1 for beta in betas):
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas} are not within 0 … 1, without 1")
-        if warmup < 1:
-            raise ValueError(f"warmup={warmup}: the variance needs one exact step at least")
+        if not isinstance(warmup, int) or warmup < 1:
+            raise ValueError(f"warmup={warmup!r}: the variance needs one exact step at least")
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
@@ -75,13 +75,23 @@ class QuantizedAdam(Optimizer):
         ]
         if not self._all:
             raise ValueError("there is no parameter that needs a gradient")
+        chosen = exchange(spec)
+        check_seed(seed)
         self.peers = peers_of(group, transport, deadline)
-        chosen = exchange(spec) if isinstance(spec, str) else spec
         named = [(str(number), p.detach()) for number, p in enumerate(self._all)]
-        self._exact = Averager(named, self.peers, exchange(_EXACT), seed)
+        settings = {"warmup": warmup, "parameters": digest_of(self._all)}
+        settings |= {"lr, betas, eps or weight decay": [lr, *betas, eps, weight_decay]}
+        self._exact = Averager(named, self.peers, exchange(_EXACT), seed, settings=settings)
         self._compressed = Averager(named, self.peers, chosen, seed)
         self._compressed.form()
         self._steps = 0
+        self._complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: ranks have agreed on what they exchange."""
+        if getattr(self, "_complete", False):
+            raise ValueError("give all parameters when the optimizer is made; make a new one")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -174,19 +184,42 @@ class QuantizedAdam(Optimizer):
         """Go on from this rank's ``state_dict``. Raises ValueError where it does not fit."""
         state = dict(state_dict)
         own = state.pop("exchange", None)
-        if not isinstance(own, Mapping) or "steps" not in own:
+        if not isinstance(own, Mapping):
             raise ValueError("the state has no 'exchange': it is of another optimizer")
+        steps = counted(own, "steps")
+        ready = []
         for name, averager in (("compressed.", self._compressed), ("exact.", self._exact)):
-            averager.load_state_dict(
-                {k.removeprefix(name): v for k, v in own.items() if k.startswith(name)}
-            )
+            part = {k.removeprefix(name): v for k, v in own.items() if k.startswith(name)}
+            ready.append((averager, averager.prepared(part)))
+        moments = self._checked(state.get("state", {}), steps)
         super().load_state_dict(state)
-        # torch has cast them to the parameters' dtype
-        for parameter in self._all:
-            kept = self.state[parameter]
-            for what, value in kept.items():
-                kept[what] = value.to(work_dtype(parameter.dtype))
-        self._steps = int(own["steps"])
+        for parameter, found in moments.items():  # torch casts them to the parameters' dtype
+            self.state[parameter] = {what: x.clone() for what, x in found.items()}
+        for averager, prepared in ready:
+            averager.adopt(prepared)
+        self._steps = steps
+
+    def _checked(
+        self, state: Mapping[int, Any], steps: int
+    ) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """The moments of each parameter that a state has. Raises ValueError where they do not
+        fit."""
+        every = [p for one in self.param_groups for p in one["params"]]
+        found = {}
+        for number, parameter in enumerate(every):
+            if not parameter.requires_grad or not steps:
+                continue
+            moments = state.get(number, {})
+            like = torch.Size(parameter.shape), work_dtype(parameter.dtype)
+            for what in ("exp_avg", "exp_avg_sq"):
+                x = moments.get(what)
+                if not isinstance(x, Tensor) or (x.shape, x.dtype) != like:
+                    raise ValueError(
+                        f"the state has no {what!r} of parameter {number}, "
+                        f"{list(like[0])} of {like[1]}"
+                    )
+            found[parameter] = {what: moments[what].to(parameter.device) for what in moments}
+        return found
 
     def report(self) -> dict[str, Any]:
         """What this rank has sent, as plain numbers; see docs/data-parallel.md."""

@@ -19,6 +19,8 @@ from torch import Tensor
 from thinwire.exchange import Averaging, Call, Exchange, Member, Peers
 from thinwire.exchange.base import Outcome, Steps
 
+#: The steps begun, and buckets.
+Prepared = tuple[int, dict[int, Averaging]]
 #: Values of a bucket, unless a single tensor has more.
 BUCKET = 1 << 20
 
@@ -57,6 +59,8 @@ class Flow:
 class Averager:
     """``tensors`` (name and an example of shape, dtype and device), averaged over ``peers``.
 
+    ``settings``: what else all ranks must have alike, as JSON values by name.
+
     Creating one is collective: all ranks compare what they were given. Raises ValueError on all
     alike where it differs.
     """
@@ -68,13 +72,16 @@ class Averager:
         exchange: Exchange,
         seed: int = 0,
         bucket: int = BUCKET,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.peers, self.exchange, self._seed = peers, exchange, seed
         self._members = [
             Member(name, number, tuple(x.shape)) for number, (name, x) in enumerate(tensors)
         ]
         self._like = [(work_dtype(x.dtype), x.device) for _, x in tensors]
-        self._compare(tensors)
+        if not isinstance(bucket, int) or bucket < 1:
+            raise ValueError(f"bucket={bucket!r} is no number of values")
+        self._compare(tensors, {"bucket": bucket, **(settings or {})})
         self._buckets: dict[int, Averaging] = {}
         self._bucket_of: dict[int, tuple[int, ...]] = {}
         self._left: dict[str, Tensor] = {}  # state of tensors that are in no bucket now
@@ -82,39 +89,40 @@ class Averager:
         self._steps = 0  # begun, also those that did not count
         self._size = bucket
 
-    def _compare(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def _compare(self, tensors: Sequence[tuple[str, Tensor]], settings: Mapping[str, Any]) -> None:
         names = [name for name, _ in tensors]
         if len(set(names)) != len(names):
             raise ValueError("two tensors have the same name")
         described = [[name, str(x.dtype), list(x.shape)] for name, x in tensors]
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-        mine = [str(self.exchange), self._seed, len(tensors), digest]
+        mine = {
+            "exchange": str(self.exchange),
+            "seed": self._seed,
+            "number of tensors": len(tensors),
+            "names, shapes or dtypes": digest,
+            **settings,
+        }
         found = self.peers.gather(mine)
         for rank, other in enumerate(found):
-            for what, ours, theirs in zip(
-                ("exchange", "seed", "number of tensors", "names, shapes or dtypes"),
-                found[0],
-                other,
-                strict=True,
-            ):
-                if ours != theirs:
+            for what, theirs in other.items():
+                if (ours := found[0].get(what)) != theirs:
+                    shown = f": {ours} and {theirs}" if len(str(theirs)) < 60 else ""
                     raise ValueError(
-                        f"rank 0 and rank {rank} of the group differ in their {what}"
-                        + (f": {ours} and {theirs}" if what != "names, shapes or dtypes" else "")
+                        f"rank 0 and rank {rank} of the group differ in their {what}{shown}"
                     )
 
     def split(self, of: Iterable[int] | None = None) -> list[list[int]]:
         """The tensors' numbers (None: all) in buckets of one dtype and device, in their order."""
         buckets: list[list[int]] = []
-        open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+        last: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
         for number in range(len(self._members)) if of is None else of:
             like, numel = self._like[number], self._members[number].numel
-            numbers, size = open_bucket.get(like, ([], self._size))
-            if size + numel > self._size:
-                numbers, size = [], 0
-                buckets.append(numbers)
+            if like not in last or last[like][1] + numel > self._size:
+                last[like] = [], 0
+                buckets.append(last[like][0])
+            numbers, size = last[like]
             numbers.append(number)
-            open_bucket[like] = numbers, size + numel
+            last[like] = numbers, size + numel
         return buckets
 
     def begin(self) -> None:
@@ -173,7 +181,8 @@ class Averager:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all that this rank remembers, by plain names."""
-        found = {"steps": torch.tensor(self._steps)} | _copied(self._left)
+        spec = torch.frombuffer(bytearray(str(self.exchange).encode()), dtype=torch.uint8)
+        found = {"steps": torch.tensor(self._steps), "spec": spec} | _copied(self._left)
         for averaging in self._buckets.values():
             found |= _copied(averaging.state())
         return found
@@ -181,24 +190,55 @@ class Averager:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from ``state_dict``'s result at this rank of as many. Raises ValueError, with
         nothing changed, where it is of other tensors, another exchange or another rank."""
-        steps = state.get("steps")
-        if steps is None or steps.dtype != torch.int64 or steps.dim() or steps < 0:
-            raise ValueError("the state has no 'steps': it is of nothing that averages gradients")
+        self.adopt(self.prepared(state))
+
+    def prepared(self, state: Mapping[str, Tensor]) -> Prepared:
+        """What ``adopt`` takes; raises the ValueError of ``load_state_dict``."""
+        steps = counted(state, "steps")
+        spec = state.get("spec")
+        known = {"steps", "spec"}
+        if spec is None or spec.dtype != torch.uint8:
+            raise ValueError("the state has no 'spec': it is of nothing that averages gradients")
+        found = bytes(spec.cpu().contiguous().numpy()).decode("utf-8", "replace")
+        if found != str(self.exchange):
+            raise ValueError(f"the state is of {found!r}, not of {str(self.exchange)!r}")
         made = {}
         for bucket, numbers in enumerate(self.split()):
             members = [self._members[n] for n in numbers]
             dtype, device = self._like[numbers[0]]
             made[bucket] = self.exchange.averaging(members, dtype, device, self.peers)
             made[bucket].load(state)
-        known = {"steps"} | {name for averaging in made.values() for name in averaging.state()}
+            known |= set(made[bucket].state())
         unknown = sorted(set(state) - known)
         if unknown:
             raise ValueError(
                 f"the state has {unknown[0]!r}, of which {self.exchange} knows nothing at rank "
                 f"{self.peers.rank} of {self.peers.size}"
             )
-        self._steps, self._left, self._buckets = int(steps), {}, made
+        return steps, made
+
+    def adopt(self, prepared: Prepared) -> None:
+        """Go on from what was ``prepared``."""
+        (self._steps, self._buckets), self._left = prepared, {}
         self._bucket_of = {b: tuple(numbers) for b, numbers in enumerate(self.split())}
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A hash of all values, to be compared."""
+    hashed = xxhash.xxh3_128()
+    for x in tensors:
+        hashed.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+def counted(state: Mapping[str, Tensor], name: str) -> int:
+    """A number that a state has; raises ValueError where it is no state, or has none."""
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise ValueError("a state is a dictionary of tensors")
+    found = state.get(name)
+    if found is None or found.dtype != torch.int64 or found.dim() or int(found) < 0:
+        raise ValueError(f"the state has no {name!r}: it is of something else")
+    return int(found)
 
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

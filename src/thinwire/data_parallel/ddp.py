@@ -23,7 +23,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.data_parallel.averager import Averager
-from thinwire.data_parallel.reducer import DEFAULT, flat, named_parameters, peers_of, put_into
+from thinwire.data_parallel.reducer import (
+    DEFAULT,
+    check_seed,
+    flat,
+    named_parameters,
+    peers_of,
+    put_into,
+)
 from thinwire.exchange import Exchange, exchange
 from thinwire.network import Transport
 
@@ -144,8 +151,9 @@ def compress_ddp(
     parameters = named_parameters(
         (name, p) for name, p in ddp.module.named_parameters() if name not in ignored
     )
+    chosen = exchange(spec)
+    check_seed(seed)
     peers = peers_of(ddp.process_group, transport, deadline)
-    chosen = exchange(spec) if isinstance(spec, str) else spec
     averager = Averager(parameters, peers, chosen, seed)
     state = CompressedDDP(
         ddp, averager, parameters, (lambda: 1.0) if scaler is None else scaler.get_scale

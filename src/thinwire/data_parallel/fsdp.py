@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from thinwire.codecs import Codec, codec
-from thinwire.data_parallel.reducer import peers_of
+from thinwire.data_parallel.averager import counted
+from thinwire.data_parallel.reducer import check_seed, peers_of
 from thinwire.errors import SpecError
 from thinwire.exchange import Exchange, Peers, Requantized, exchange
 from thinwire.exchange.requantized import RESIDUALS
@@ -37,7 +38,10 @@ class CompressedFSDP:
     pass were not finite on some rank; all of them are NaN then in the modules that they belong to,
     on all ranks."""
 
-    def __init__(self, peers: Peers, coder: Codec, kept: torch.dtype | None, seed: int) -> None:
+    def __init__(
+        self, peers: Peers, coder: Codec, kept: torch.dtype | None, seed: int, modules: int
+    ) -> None:
+        self._modules = modules
         self.peers, self.coder, self._kept, self._seed = peers, coder, kept, seed
         self._scatters: dict[int, Scatter] = {}
         self._calls = 0
@@ -55,8 +59,9 @@ class CompressedFSDP:
 
     def sum(self, number: int, parts: Tensor) -> Tensor | None:
         """The sum of this rank's row of ``parts``, for the module of this number."""
-        if number in self._done:  # another backward pass
+        if not self._done or number in self._done:  # another backward pass
             self.settle()
+            self._finite = True
         with self.peers.shared():
             self.peers.begin_step()
             self._calls += 1
@@ -70,7 +75,8 @@ class CompressedFSDP:
 
     def settle(self) -> None:
         """The backward pass is over: keep its residuals, or none of them where it was not finite.
-        Called by itself when the next one begins."""
+        Called by itself when the next one begins, which is where a module comes again; call it
+        yourself where passes take turns between modules."""
         for scatter in self._scatters.values():
             if scatter.residual is None:
                 continue
@@ -78,7 +84,7 @@ class CompressedFSDP:
                 scatter.residual.commit()
             else:
                 scatter.residual.discard()
-        self._done, self._finite = set(), True
+        self._done = set()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, and the number of calls, which rounding depends on."""
@@ -91,17 +97,18 @@ class CompressedFSDP:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from this rank's ``state_dict``. Raises ValueError where it does not fit."""
+        calls = counted(state, "calls")
         rows = {name: x for name, x in state.items() if name != "calls"}
-        calls = state.get("calls")
-        if calls is None or calls.dtype != torch.int64 or calls.dim():
-            raise ValueError("the state has no 'calls': it is of no CompressedFSDP")
         for name, x in rows.items():
             kind, _, number = name.partition(".")
             if kind != "worker" or not number.isdigit() or self._kept is None:
                 raise ValueError(f"the state has {name!r}, of which {self.coder} knows nothing")
-            if x.dim() != 2 or len(x) != self.peers.size or not bool(torch.isfinite(x).all()):
+            if int(number) >= self._modules:
+                raise ValueError(f"the state has {name!r}, and there are {self._modules} modules")
+            fits = x.dim() == 2 and len(x) == self.peers.size and x.is_floating_point()
+            if not fits or not bool(torch.isfinite(x.to(self._kept)).all()):
                 raise ValueError(f"{name!r} is no residual for {self.peers.size} ranks")
-        self._calls = int(calls)
+        self._calls, self._scatters, self._done = calls, {}, set()
         for name, x in rows.items():
             at = int(name.partition(".")[2])
             scatter = Scatter(self.peers, at, self.coder, self._kept)
@@ -200,15 +207,18 @@ def compress_fsdp(
     modules = [one for one in module.modules() if isinstance(one, FSDPModule)]
     if not modules:
         raise ValueError("no module here is FSDP2's: call torch.distributed.fsdp.fully_shard first")
-    chosen = exchange(spec) if isinstance(spec, str) else spec
+    chosen = exchange(spec)
     if not isinstance(chosen, Requantized):
         raise SpecError(
             f"{chosen} does not scatter gradients: give FSDP2 the mesh of one machine, and average "
             "over the machines with tw.GradientReducer, or take a codec such as int4:symmetric"
         )
+    check_seed(seed)
     coder = None if params is None else codec(params)
     kept = (RESIDUALS[chosen.residual] or torch.float32) if chosen.residual else None
-    state = CompressedFSDP(peers_of(group, transport, deadline), chosen.codec, kept, seed)
+    state = CompressedFSDP(
+        peers_of(group, transport, deadline), chosen.codec, kept, seed, len(modules)
+    )
     for number, one in enumerate(modules):
         one.set_custom_reduce_scatter(_ReduceScatter(state, number))
         if coder is not None:

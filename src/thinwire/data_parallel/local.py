@@ -14,8 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.data_parallel.averager import BUCKET, Averager, work_dtype
-from thinwire.data_parallel.reducer import DEFAULT, Named, flat, named_parameters, peers_of
+from thinwire.data_parallel.averager import Averager, counted, digest_of, work_dtype
+from thinwire.data_parallel.reducer import (
+    DEFAULT,
+    Named,
+    check_seed,
+    flat,
+    named_parameters,
+    peers_of,
+)
 from thinwire.exchange import Exchange, exchange
 from thinwire.network import Transport
 
@@ -43,33 +50,35 @@ class LocalSteps:
         deadline: float = 300.0,
         transport: Transport | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: exchange after 1 step or more")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r}: exchange after 1 step or more")
         if not lr > 0 or not 0 <= momentum < 1:
             raise ValueError(f"an outer step with lr={lr} and momentum={momentum} does not learn")
         named = named_parameters(params)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._every, self._lr, self._momentum, self._nesterov = every, lr, momentum, nesterov
+        chosen = exchange(spec)
+        check_seed(seed)
         self.peers = peers_of(group, transport, deadline)
-        chosen = exchange(spec) if isinstance(spec, str) else spec
-        self._averager = Averager(named, self.peers, chosen, seed, BUCKET)
+        self._averager = Averager(
+            named,
+            self.peers,
+            chosen,
+            seed,
+            settings={
+                "every": every,
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "parameters": digest_of(self._parameters),
+            },
+        )
         self._averager.form()
         self._anchors = [_wide(p) for p in self._parameters]
         self._buffers = [torch.zeros_like(a) for a in self._anchors]
         self._steps = 0
         self.skipped = False
-        self._compare()
-
-    def _compare(self) -> None:
-        sums = [f"{float(a.double().sum()):.17g}" for a in self._anchors]
-        for rank, other in enumerate(self.peers.gather(sums)):
-            for name, mine, theirs in zip(self._names, sums, other, strict=True):
-                if mine != theirs:
-                    raise ValueError(
-                        f"{name!r} differs between this rank {self.peers.rank} and rank {rank}: "
-                        "replicas start from the same parameters"
-                    )
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -121,19 +130,26 @@ class LocalSteps:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from this rank's ``state_dict``. Raises ValueError, with nothing changed, where it
         does not fit."""
+        steps = counted(state, "steps")
+        own = {"steps"}
         for name, anchor in zip(self._names, self._anchors, strict=True):
             for what in (f"anchor.{name}", f"momentum.{name}"):
+                own.add(what)
                 if what not in state or state[what].shape != anchor.shape:
                     raise ValueError(f"the state has no {what!r} of shape {tuple(anchor.shape)}")
-        steps = state.get("steps")
-        if steps is None or steps.dtype != torch.int64 or steps.dim():
-            raise ValueError("the state has no 'steps'")
-        inner = {k.removeprefix("exchange."): v for k, v in state.items() if k.startswith("exch")}
+                if state[what].dtype != anchor.dtype or not state[what].isfinite().all():
+                    raise ValueError(f"{what!r} holds no finite numbers of {anchor.dtype}")
+        unknown = [k for k in state if k not in own and not k.startswith("exchange.")]
+        if unknown:
+            raise ValueError(f"the state has {unknown[0]!r}, of which LocalSteps knows nothing")
+        inner = {
+            k.removeprefix("exchange."): v for k, v in state.items() if k.startswith("exchange.")
+        }
         self._averager.load_state_dict(inner)
         for name, anchor, buffer in zip(self._names, self._anchors, self._buffers, strict=True):
             anchor.copy_(state[f"anchor.{name}"])
             buffer.copy_(state[f"momentum.{name}"])
-        self._steps = int(steps)
+        self._steps = steps
 
     def report(self) -> dict[str, object]:
         """What this rank has sent, as plain numbers; see docs/data-parallel.md."""

@@ -47,7 +47,8 @@ class GradientReducer:
         deadline: float = 300.0,
         transport: Transport | None = None,
     ) -> None:
-        self.exchange = exchange(spec) if isinstance(spec, str) else spec
+        self.exchange = exchange(spec)
+        check_seed(seed)
         named = named_parameters(params)
         self._parameters = [parameter for _, parameter in named]
         self.peers = peers_of(group, transport, deadline)
@@ -84,6 +85,8 @@ class GradientReducer:
     def average(self, scale: float = 1.0) -> bool:
         """``reduce`` without its end: whether the gradients were finite on all ranks of the group.
         Residuals wait for ``settle``."""
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"scale={scale}: a loss is multiplied by a positive number")
         with self.peers.shared():
             return self._average(scale)
 
@@ -141,6 +144,12 @@ def named_parameters(params: Named) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
+def check_seed(seed: int) -> None:
+    """Raise ValueError where it is none."""
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed={seed!r} is no whole number from 0 on, below 2^63")
+
+
 def peers_of(
     group: dist.ProcessGroup | None, transport: Transport | None, deadline: float
 ) -> Peers:
@@ -150,6 +159,11 @@ def peers_of(
     if transport is None:
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group first, or give a transport")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"group is {group!r}, not a process group that this rank is in; "
+                "a mesh has get_group()"
+            )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         transport = GlooTransport(ranks=ranks)
     return Peers(transport, deadline=deadline)
@@ -178,8 +192,10 @@ def flat(grad: Tensor | None, scale: float = 1.0) -> Tensor | None:
 def put(parameter: nn.Parameter, mean: Tensor | None, scale: float = 1.0) -> None:
     """Make ``mean`` (None: NaN) the gradient, in place where there is one."""
     grad, sparse = parameter.grad, parameter.grad is not None and parameter.grad.is_sparse
-    if isinstance(grad, DTensor):
-        put_into(grad.to_local(), mean, scale)
+    if isinstance(parameter, DTensor):
+        if grad is None:
+            grad = parameter.grad = torch.empty_like(parameter)
+        put_into(local(grad), mean, scale)
         return
     if grad is None or sparse:
         grad = torch.empty_like(parameter)

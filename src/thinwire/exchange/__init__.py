@@ -34,7 +34,7 @@ __all__ = [
 T = TypeVar("T", bound=Exchange)
 
 
-def exchange(spec: str) -> Exchange:
+def exchange(spec: str | Exchange) -> Exchange:
     """The exchange that a string names, as ``exchange("ef(int4:symmetric)")``.
 
     A codec's name: both halves of a requantized all-reduce in it, or a sparse all-gather where it
@@ -42,7 +42,7 @@ def exchange(spec: str) -> Exchange:
     step's values. Other names: ``powersgd:4``, and what ``register_exchange`` was given. Raises
     SpecError with the nearest match on an unknown one.
     """
-    value = parse(spec)
+    value = spec if isinstance(spec, Exchange) else parse(spec)
     if isinstance(value, Exchange):
         return value
     coder, kept = value, ""

@@ -103,7 +103,8 @@ class Averaging(ABC):
                 raise ValueError(
                     f"{name!r} is of shape {tuple(state[name].shape)}, not {tuple(mine.shape)}"
                 )
-            if not state[name].is_floating_point() or not bool(torch.isfinite(state[name]).all()):
+            kept = state[name].to(mine.dtype) if state[name].is_floating_point() else None
+            if kept is None or not bool(torch.isfinite(kept).all()):
                 raise ValueError(f"{name!r} holds values that are not finite numbers")
         self._take({name: state[name] for name in self.state()})
 

@@ -131,6 +131,9 @@ class DGCAveraging(Averaging):
             means[index] = mean
             if present[index]:
                 u_next[index], means[index] = self._moved(self._u[index], mean)
+        # the same on all ranks, since means and the momentum of vectors are
+        if not all(bool(torch.isfinite(means[index]).all()) for index in self._dense):
+            return Outcome(None, present)
         self._next = u_next, v_next
         return Outcome(means, present)
 

@@ -174,8 +174,11 @@ def _drawn(shape: tuple[int, ...], number: int, draw: int) -> Tensor:
 
 
 def revived(q: Tensor, number: int) -> Tensor:
-    """``q``, with noise in place of columns that are nothing."""
+    """``q``, its columns scaled by powers of two to values about 1, with noise in place of those
+    that are nothing."""
     nothing = (q.abs().amax(0) < torch.finfo(q.dtype).tiny ** 0.5) if q.numel() else q.new_zeros(0)
+    exponents = torch.frexp(q.abs().amax(0))[1] if q.numel() else q.new_zeros(0)
+    q = torch.ldexp(q, -exponents)[:, :]
     if not bool(nothing.any()):
         return q
     return torch.where(nothing[None, :].bool(), _drawn(tuple(q.shape), number, 0).to(q), q)

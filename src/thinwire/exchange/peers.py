@@ -81,8 +81,10 @@ class Peers:
 
     def begin_step(self) -> None:
         """All ranks are at the next step."""
-        # what the step before has sent is taken by now, or nearly
-        self.transport.flush(self.deadline)
+        try:  # what the step before has sent is taken by now, or nearly
+            self.transport.flush(self.deadline)
+        except TransportError as error:
+            raise LinkError(f"rank {self.rank}: {self._what} of the last step: {error}") from error
         self.step += 1
 
     def round(self, number: int, bucket: int, most: Sequence[int]) -> Round:

@@ -13,8 +13,10 @@ import struct
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from thinwire.network.transport import Handle, Message, Transport, TransportError
 
@@ -24,6 +26,8 @@ _LENGTH = struct.Struct("<Q")
 _GLOO_HEADERS = 2 * 48
 #: The least that gloo can wait for; it takes 0 ms for "without end".
 _LEAST_SECONDS = 0.001
+#: For ranks to find each other.
+_CONNECTING = timedelta(seconds=300)
 
 
 class _GlooHandle(Handle):
@@ -40,7 +44,7 @@ class GlooTransport(Transport):
     """Messages over a gloo process group of our own; addresses are the ranks of ``ranks``.
 
     ``group``: a gloo process group to use; None makes one over ``ranks`` (default: all), a
-    collective call on every rank of the default group.
+    collective call on these. Raises ValueError where this rank is not one of them.
     """
 
     overhead_bytes = _LENGTH.size + _GLOO_HEADERS
@@ -54,9 +58,7 @@ class GlooTransport(Transport):
         if group is None:
             if not dist.is_initialized():
                 raise ValueError("GlooTransport needs torch.distributed.init_process_group first")
-            group = dist.new_group(
-                ranks=ranks, backend="gloo", use_local_synchronization=ranks is not None
-            )
+            group = _group_of(ranks)
         self._group = group
         self.address, self.size = group.rank(), group.size()
         self._pending: list[tuple[dist.Work, Message]] = []
@@ -108,7 +110,27 @@ class GlooTransport(Transport):
             self._owned = False
             self._pending.clear()
             # its connections and threads; receives that are still posted go with it
-            dist.destroy_process_group(self._group)
+            if not isinstance(self._group, dist.ProcessGroupGloo):
+                dist.destroy_process_group(self._group)
+            del self._group
+
+
+def _group_of(ranks: list[int] | None) -> Any:
+    """A gloo group of our own over ``ranks`` of the default one.
+
+    Over some of them it is not torch's ``new_group``: that wants every rank to take part, or names
+    the group by how many a rank is in already, which differs among ranks that are in others.
+    """
+    if ranks is None or len(ranks) == dist.get_world_size():
+        return dist.new_group(backend="gloo")
+    here = dist.get_rank()
+    if here not in ranks:
+        raise ValueError(f"rank {here} is not in the group of ranks {ranks}")
+    store = distributed_c10d._get_default_store()
+    name = f"thinwire/{'-'.join(map(str, ranks))}"
+    number = store.add(f"{name}/{here}", 1)  # each member's own count: the same on all
+    store = distributed_c10d.PrefixStore(f"{name}/{number}", store)
+    return dist.ProcessGroupGloo(store, ranks.index(here), len(ranks), _CONNECTING)
 
 
 def _wait(work: dist.Work, timeout: float) -> None:
