@@ -170,3 +170,11 @@ def resumed(rank: int, world: int, kind: str) -> bool:
     for number in range(5, 9):
         step(number)
     return all(torch.equal(a, b) for a, b in zip(values(model), values(again), strict=True))
+
+
+def trained(rank: int, world: int, kind: str, steps: int) -> list[Tensor]:
+    """Parameters after so many steps of one way to train."""
+    model, step, _, _ = trainer(kind, None, rank)
+    for number in range(steps):
+        step(number)
+    return values(model)

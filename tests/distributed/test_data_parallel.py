@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def furthest(one: list[Tensor], other: list[Tensor]) -> float:
 def test_replicas_stay_the_same_to_the_bit(pool: Pool, spec: str) -> None:
     world = 2 + LOSSY.index(spec) % 2
     assert same(pool.run(replicas.reduced, spec, 200, world_size=world))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["adam ef(int4:symmetric)", "adam ef(sign)", "local ef(int4:symmetric)", "local powersgd:1"],
+)
+def test_replicas_stay_the_same_in_an_optimizer_too(pool: Pool, kind: str) -> None:
+    assert same(pool.run(replicas.trained, kind, 200, world_size=3))
 
 
 @pytest.mark.parametrize("world", [4, 5])
@@ -653,3 +662,41 @@ def _seldom_replica(rank: int, world: int) -> float:
 
 def test_a_part_that_one_replica_lacks_counts_as_zero(pool: Pool) -> None:
     assert pool.run(_seldom_replica, world_size=2) == [4.0, 4.0]
+
+
+def _fsdp_resumed(rank: int, world: int, spec: str) -> bool:
+    """Whether going on from a checkpoint of FSDP2's parts is the same as not having stopped."""
+
+    def made() -> tuple[nn.Module, tw.CompressedFSDP, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        state = tw.compress_fsdp(model, spec)
+        return model, state, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def stepped(one: tuple[nn.Module, Any, torch.optim.Optimizer], steps: range) -> None:
+        model, _, optimizer = one
+        for step in steps:
+            optimizer.zero_grad()
+            x = torch.randn(8, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    first, second = made(), made()
+    stepped(first, range(4))
+    saved = first[1].state_dict()
+    for one, other in zip(second[0].parameters(), first[0].parameters(), strict=True):
+        one.data.copy_(other.data)
+    second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))  # which would be shared
+    second[1].load_state_dict(saved)
+    for run in (first, second):
+        stepped(run, range(4, 8))
+    return all(
+        torch.equal(a.to_local(), b.to_local())  # type: ignore[attr-defined]
+        for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("spec", ["int4:symmetric,round=stochastic", "ef(int4:symmetric)"])
+def test_fsdp2_goes_on_as_if_it_had_not_stopped(pool: Pool, spec: str) -> None:
+    assert all(pool.run(_fsdp_resumed, spec, world_size=2))
