@@ -26,7 +26,7 @@ from thinwire.data_parallel.averager import counted
 from thinwire.data_parallel.reducer import check_seed, peers_of
 from thinwire.errors import SpecError
 from thinwire.exchange import Exchange, Peers, Requantized, exchange
-from thinwire.exchange.requantized import RESIDUALS
+from thinwire.exchange.base import RESIDUALS
 from thinwire.exchange.scatter import Scatter, gather
 from thinwire.network import Transport
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from thinwire.codecs import Codec
 from thinwire.errors import SpecError
-from thinwire.exchange.base import Averaging, Call, Exchange, Member, Outcome
+from thinwire.exchange.base import RESIDUALS, Averaging, Call, Exchange, Member, Outcome
 from thinwire.exchange.dgc import DGC
 from thinwire.exchange.lowrank import PowerSGD
 from thinwire.exchange.peers import Peers
-from thinwire.exchange.requantized import RESIDUALS, Requantized
+from thinwire.exchange.requantized import Requantized
 from thinwire.exchange.sparse import Sparse
 from thinwire.schemes import ErrorFeedback
 from thinwire.spec import parse, register

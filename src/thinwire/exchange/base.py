@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.errors import NonFiniteError
+from thinwire.errors import NonFiniteError, SpecError
 from thinwire.exchange.peers import Peers, Round
 from thinwire.frame import Kind, Section
 from thinwire.spec import Named
@@ -69,6 +69,26 @@ class Exchange(Named):
         """One rank's state for a bucket of ``members``, which are averaged in ``dtype``."""
 
 
+#: In which dtype residuals are kept, by what an ``ef(…)`` calls it; None: that of the mean.
+RESIDUALS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded(Exchange):
+    """``codec`` for all that travels; ``residual``: how what it loses is kept ("": not at all)."""
+
+    codec: Codec
+    residual: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.codec.alone:
+            raise SpecError(f"{self.codec} is decoded by another link's frames: not for gradients")
+
+    def __str__(self) -> str:
+        kept = {"": str(self.codec), "fp32": f"ef({self.codec})"}
+        return kept.get(self.residual, f"ef({self.codec},residual={self.residual})")
+
+
 class Averaging(ABC):
     """One rank's state for a bucket of tensors."""
 
@@ -90,7 +110,8 @@ class Averaging(ABC):
         """It does not: all state is what it was before."""
 
     def state(self) -> dict[str, Tensor]:
-        """The state by what it is and of which member, as ``worker.layer.weight``; to be copied."""
+        """The state by what it is and of which member, as ``worker.layer.weight``: to be copied, if
+        it is to stay."""
         return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -108,8 +129,10 @@ class Averaging(ABC):
                 raise ValueError(f"{name!r} holds values that are not finite numbers")
         self._take({name: state[name] for name in self.state()})
 
-    def _take(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  as above
-        """``state`` has the names and shapes of this one's."""
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """``state`` has the names and shapes of this one's, which are what it holds itself."""
+        for name, mine in self.state().items():
+            mine.copy_(state[name])
 
 
 class Told(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -176,7 +176,3 @@ class DGCAveraging(Averaging):
         for index, v in zip(self._sparse, self._v, strict=True):
             found[f"v.{self.members[index].name}"] = v
         return found
-
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        for name, mine in self.state().items():
-            mine.copy_(state[name])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -152,10 +152,6 @@ class LowRankAveraging(Averaging):
                 found[f"q.{member.name}"] = q
                 found[f"worker.{member.name}"] = residual.view(-1)
         return found
-
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        for name, mine in self.state().items():
-            mine.copy_(state[name])
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.codecs.integer import Integer
-from thinwire.errors import SpecError
 from thinwire.exchange.base import (
+    RESIDUALS,
     Averaging,
     Call,
-    Exchange,
+    Coded,
     Member,
     Outcome,
     Residual,
@@ -40,24 +40,10 @@ from thinwire.exchange.layout import Layout
 from thinwire.exchange.peers import Peers, Round
 from thinwire.frame import Kind, Section
 
-#: In which dtype residuals are kept, by what an ``ef(…)`` calls it; None: that of the mean.
-RESIDUALS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-
 
 @dataclasses.dataclass(frozen=True)
-class Requantized(Exchange):
-    """``codec`` both ways; ``residual``: how what it loses is kept ("" for not at all)."""
-
-    codec: Codec
-    residual: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.codec.alone:
-            raise SpecError(f"{self.codec} is decoded by another link's frames: not for gradients")
-
-    def __str__(self) -> str:
-        kept = {"": str(self.codec), "fp32": f"ef({self.codec})"}
-        return kept.get(self.residual, f"ef({self.codec},residual={self.residual})")
+class Requantized(Coded):
+    """A requantized all-reduce in ``codec`` both ways."""
 
     def averaging(
         self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, peers: Peers

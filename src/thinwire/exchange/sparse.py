@@ -9,17 +9,16 @@ Descent". A rank sends (n - 1) times its coded bytes among n ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
-from thinwire.errors import SpecError
 from thinwire.exchange.base import (
+    RESIDUALS,
     Averaging,
     Call,
-    Exchange,
+    Coded,
     Member,
     Outcome,
     Residual,
@@ -31,24 +30,12 @@ from thinwire.exchange.base import (
 )
 from thinwire.exchange.layout import Layout
 from thinwire.exchange.peers import Peers
-from thinwire.exchange.requantized import RESIDUALS
 from thinwire.frame import Section
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Exchange):
-    """``codec`` one way; ``residual``: how what it leaves out is kept ("" for not at all)."""
-
-    codec: Codec
-    residual: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.codec.alone:
-            raise SpecError(f"{self.codec} is decoded by another link's frames: not for gradients")
-
-    def __str__(self) -> str:
-        kept = {"": str(self.codec), "fp32": f"ef({self.codec})"}
-        return kept.get(self.residual, f"ef({self.codec},residual={self.residual})")
+class Sparse(Coded):
+    """A sparse all-gather in ``codec``."""
 
     def averaging(
         self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, peers: Peers
@@ -135,7 +122,3 @@ class SparseAveraging(Averaging):
         whole = {m.name: buffer.new_empty(0) for m in self.members}
         whole |= {self.members[span.tensor].name: buffer[span.here] for span in spans}
         return {f"worker.{name}": x for name, x in whole.items()}
-
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        for name, mine in self.state().items():
-            mine.copy_(state[name])
