@@ -103,9 +103,8 @@ def _run(path: Path, shown: Path) -> list[str]:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         loader.get_code(name)  # what cannot be read or parsed is told before torch is imported
-        importlib.import_module(
-            "thinwire.exchange"
-        )  # so that what is built in is not taken for new
+        # so that what is built in is not taken for new
+        importlib.import_module("thinwire.exchange")
         before = spec.registered()
         loader.exec_module(module)
     except BaseException as error:

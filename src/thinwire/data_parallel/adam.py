@@ -24,9 +24,9 @@ from thinwire.data_parallel.averager import Averager, counted, digest_of, work_d
 from thinwire.data_parallel.reducer import DEFAULT, check_seed, flat, peers_of
 from thinwire.exchange import Exchange, exchange
 from thinwire.exchange.lowrank import total
+from thinwire.exchange.requantized import EXACT
 from thinwire.network import Transport
 
-_EXACT = "raw"
 #: Of a tensor's mean: what saw next to no gradient in the warm-up would have the errors of coding
 #: divided by next to nothing for the rest of the run.
 _LEAST_VARIANCE = 0.01
@@ -81,7 +81,7 @@ class QuantizedAdam(Optimizer):
         named = [(str(number), p.detach()) for number, p in enumerate(self._all)]
         settings = {"warmup": warmup, "parameters": digest_of(self._all)}
         settings |= {"lr, betas, eps or weight decay": [lr, *betas, eps, weight_decay]}
-        self._exact = Averager(named, self.peers, exchange(_EXACT), seed, settings=settings)
+        self._exact = Averager(named, self.peers, EXACT, seed, settings=settings)
         self._compressed = Averager(named, self.peers, chosen, seed)
         self._compressed.form()
         self._steps = 0
@@ -112,37 +112,31 @@ class QuantizedAdam(Optimizer):
     def _averaged(self, frozen: bool) -> list[Tensor] | None:
         """The mean of the momenta (before: of the gradients) over the ranks."""
         averager = self._compressed if frozen else self._exact
-        averager.begin()
-        buckets = averager.split()
-        for bucket, numbers in enumerate(buckets):
-            averager.add(bucket, numbers, [self._sent(n, frozen) for n in numbers])
-        outcomes = averager.finish()
-        finite = all(outcome.means is not None for outcome in outcomes.values())
-        averager.settle(finite)
-        if not finite:
+        groups = self._groups()
+        found = averager.average(lambda n: self._sent(self._all[n], groups[n] if frozen else None))
+        averager.settle(found.finite)
+        if not found.finite:
             return None
-        found: list[Tensor] = [torch.empty(0)] * len(self._all)
-        for bucket, numbers in enumerate(buckets):
-            for number, mean in zip(numbers, outcomes[bucket].means or (), strict=True):
-                found[number] = mean.view(self._all[number].shape)
-        return found
+        every = zip(self._all, found.means, strict=True)
+        return [mean.view(p.shape) for p, mean in every if mean is not None]
 
-    def _sent(self, number: int, frozen: bool) -> Tensor:
-        parameter = self._all[number]
+    def _sent(self, parameter: nn.Parameter, group: dict[str, Any] | None) -> Tensor:
+        """What is averaged of a parameter: its momentum in ``group``, or its gradient."""
         grad = flat(parameter.grad)
         if grad is None:
             grad = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        if not frozen:
+        if group is None:
             return grad
-        beta = self._group_of(number)["betas"][0]
+        beta = group["betas"][0]
         momentum = flat(self._moments(parameter)[0])
         assert momentum is not None
         moved: Tensor = momentum * beta + grad.to(momentum.dtype) * (1 - beta)
         return moved
 
-    def _group_of(self, number: int) -> dict[str, Any]:
-        parameter = self._all[number]
-        return next(one for one in self.param_groups if any(parameter is p for p in one["params"]))
+    def _groups(self) -> list[dict[str, Any]]:
+        """The group of each parameter."""
+        found = {id(p): one for one in self.param_groups for p in one["params"]}
+        return [found[id(p)] for p in self._all]
 
     def _moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         state = self.state[parameter]
@@ -153,8 +147,7 @@ class QuantizedAdam(Optimizer):
         return state["exp_avg"], state["exp_avg_sq"]
 
     def _move(self, means: list[Tensor], frozen: bool) -> None:
-        for number, (parameter, mean) in enumerate(zip(self._all, means, strict=True)):
-            one = self._group_of(number)
+        for parameter, mean, one in zip(self._all, means, self._groups(), strict=True):
             beta, gamma = one["betas"]
             momentum, variance = self._moments(parameter)
             if frozen:

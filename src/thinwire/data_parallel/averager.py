@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -30,6 +30,20 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point:
         raise ValueError(f"{dtype} cannot be averaged: gradients are floating-point numbers")
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def seed_of(*numbers: int) -> int:
+    """Of one message's rounding, from numbers of 0 on."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}Q", *numbers)) >> 1
+
+
+class Averaged(NamedTuple):
+    """A step of all tensors: whether all counts; by number the means, None where a bucket's values
+    were not finite on some rank; and which tensors any rank had."""
+
+    finite: bool
+    means: list[Tensor | None]
+    present: list[bool]
 
 
 class Flow:
@@ -134,14 +148,29 @@ class Averager:
     def add(self, bucket: int, numbers: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
         """Begin to average these tensors, those of ``numbers``, 1-D and contiguous (None: absent
         here); the same numbers on all ranks. Another order of buckets than before is welcome."""
-        packed = struct.pack("<4Q", self._seed, self._steps, self.peers.rank, bucket)
-        call = Call(bucket, xxhash.xxh3_64_intdigest(packed) >> 1, self._steps)
+        seed = seed_of(self._seed, self._steps, self.peers.rank, bucket)
+        call = Call(bucket, seed, self._steps)
         self._flow.begin(bucket, self._bucket(bucket, tuple(numbers)).average(tensors, call))
 
-    def finish(self) -> dict[int, Outcome]:
-        """Wait for all buckets of the step; their outcomes. The state waits for ``settle``."""
+    def finish(self) -> Averaged:
+        """Wait for all buckets of the step. The state waits for ``settle``."""
         self._flow.finish()
-        return self._flow.outcomes
+        means: list[Tensor | None] = [None] * len(self._members)
+        present = [False] * len(self._members)
+        for bucket, outcome in self._flow.outcomes.items():
+            for at, number in enumerate(self._bucket_of[bucket]):
+                means[number] = None if outcome.means is None else outcome.means[at]
+                present[number] = outcome.present[at]
+        finite = all(outcome.means is not None for outcome in self._flow.outcomes.values())
+        return Averaged(finite, means, present)
+
+    def average(self, value: Callable[[int], Tensor | None]) -> Averaged:
+        """A step of all tensors, in the buckets of ``split``; ``value``: as ``add`` takes them, by
+        number."""
+        self.begin()
+        for bucket, numbers in enumerate(self.split()):
+            self.add(bucket, numbers, [value(n) for n in numbers])
+        return self.finish()
 
     def settle(self, counts: bool) -> None:
         """The step counts, or all state is what it was before."""
@@ -164,15 +193,18 @@ class Averager:
 
     def _form(self, bucket: int, numbers: tuple[int, ...]) -> None:
         """Make a bucket of these tensors; what others have remembered of them goes along."""
-        dtype, device = self._like[numbers[0]]
-        members = [self._members[n] for n in numbers]
-        made = self.exchange.averaging(members, dtype, device, self.peers)
-        taken = set(numbers)
+        made, taken = self._made(numbers), set(numbers)
         for other in [b for b, of in self._bucket_of.items() if b == bucket or taken & set(of)]:
             self._left |= _copied(self._buckets.pop(other).state())
             del self._bucket_of[other]
         made.load({name: self._left.pop(name, x) for name, x in _copied(made.state()).items()})
         self._buckets[bucket], self._bucket_of[bucket] = made, numbers
+
+    def _made(self, numbers: Sequence[int]) -> Averaging:
+        """A new bucket of these tensors, without any state."""
+        dtype, device = self._like[numbers[0]]
+        members = [self._members[n] for n in numbers]
+        return self.exchange.averaging(members, dtype, device, self.peers)
 
     def form(self) -> None:
         """Make the buckets of ``split``."""
@@ -204,9 +236,7 @@ class Averager:
             raise ValueError(f"the state is of {found!r}, not of {str(self.exchange)!r}")
         made = {}
         for bucket, numbers in enumerate(self.split()):
-            members = [self._members[n] for n in numbers]
-            dtype, device = self._like[numbers[0]]
-            made[bucket] = self.exchange.averaging(members, dtype, device, self.peers)
+            made[bucket] = self._made(numbers)
             made[bucket].load(state)
             known |= set(made[bucket].state())
         unknown = sorted(set(state) - known)
@@ -221,6 +251,31 @@ class Averager:
         """Go on from what was ``prepared``."""
         (self._steps, self._buckets), self._left = prepared, {}
         self._bucket_of = {b: tuple(numbers) for b, numbers in enumerate(self.split())}
+
+
+class Averages:
+    """What averages by an ``Averager`` alone: its state is that one's."""
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+        self.skipped = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's residuals, as plain tensors by the name of the parameter."""
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from this rank's ``state_dict``; raises ValueError, with nothing changed, where it
+        does not fit."""
+        self._averager.load_state_dict(state)
+
+    def report(self) -> dict[str, Any]:
+        """What this rank has sent, as plain numbers; see docs/data-parallel.md."""
+        return self._averager.report()
+
+    def close(self) -> None:
+        """Release the transport; this one is unusable afterwards."""
+        self._averager.peers.close()
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -12,17 +12,15 @@ of the exchange; means are held until the last bucket is done.
 """
 
 # without "from __future__ import annotations": torch reads a hook's annotations, and wants types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.data_parallel.averager import Averager
+from thinwire.data_parallel.averager import Averager, Averages
 from thinwire.data_parallel.reducer import (
     DEFAULT,
     check_seed,
@@ -35,26 +33,24 @@ from thinwire.exchange import Exchange, exchange
 from thinwire.network import Transport
 
 
-class CompressedDDP:
+class CompressedDDP(Averages):
     """The state of one model's hook. ``skipped``: whether the last step's gradients were not
     finite on some rank."""
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
         averager: Averager,
         parameters: list[tuple[str, torch.nn.Parameter]],
         scale: Callable[[], float],
     ) -> None:
-        self.skipped = False
-        self._averager, self._scale_of = averager, scale
+        super().__init__(averager)
+        self._scale_of = scale
         self._number = {id(parameter): n for n, (_, parameter) in enumerate(parameters)}
         self._waiting: list[tuple[GradBucket, Future[Tensor]]] = []
         self._gradients: dict[int, Tensor] = {}  # those of torch's buckets, by number
-        self._begun: list[list[int]] = []  # numbers, by our own bucket
+        self._begun = 0  # buckets of ours
         self._scale = 1.0
         self._failed: str | None = None
-        self.world_size = dist.get_world_size(ddp.process_group)
 
     def hook(self, bucket: GradBucket) -> Future[Tensor]:
         """What torch calls with each bucket, in their order."""
@@ -75,7 +71,7 @@ class CompressedDDP:
         averager = self._averager
         if not self._waiting:
             averager.begin()
-            self._gradients, self._begun = {}, []
+            self._gradients, self._begun = {}, 0
             self._scale = float(self._scale_of())
         self._waiting.append((bucket, future))
         if bucket.buffer().is_sparse:
@@ -87,43 +83,21 @@ class CompressedDDP:
         found = dict(zip(numbers, bucket.gradients(), strict=True))
         self._gradients |= found
         for part in averager.split(numbers):  # torch's are larger than what is best under way
-            averager.add(len(self._begun), part, [flat(found[n], self._scale) for n in part])
-            self._begun.append(part)
+            averager.add(self._begun, part, [flat(found[n], self._scale) for n in part])
+            self._begun += 1
         if bucket.is_last():
             self._finish()
 
     def _finish(self) -> None:
-        averager = self._averager
-        outcomes = averager.finish()
-        finite = all(outcome.means is not None for outcome in outcomes.values())
-        averager.settle(finite)
-        self.skipped = not finite
+        found = self._averager.finish()
+        self._averager.settle(found.finite)
+        self.skipped = not found.finite
         waiting, self._waiting = self._waiting, []
-        for part, numbers in enumerate(self._begun):
-            means = outcomes[part].means
-            for at, number in enumerate(numbers):
-                mean = means[at] if finite and means else None
-                put_into(self._gradients[number], mean, self._scale)
+        for number, gradient in self._gradients.items():
+            put_into(gradient, found.means[number] if found.finite else None, self._scale)
         self._gradients = {}
         for bucket, future in waiting:
             future.set_result(bucket.buffer())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's residuals, as plain tensors by the name of the parameter."""
-        return self._averager.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from this rank's ``state_dict``; raises ValueError, with nothing changed, where it
-        does not fit."""
-        self._averager.load_state_dict(state)
-
-    def report(self) -> dict[str, Any]:
-        """What this rank has sent, as plain numbers; see docs/data-parallel.md."""
-        return self._averager.report()
-
-    def close(self) -> None:
-        """Release the transport; the model cannot be trained on afterwards."""
-        self._averager.peers.close()
 
 
 def compress_ddp(
@@ -156,7 +130,7 @@ def compress_ddp(
     peers = peers_of(ddp.process_group, transport, deadline)
     averager = Averager(parameters, peers, chosen, seed)
     state = CompressedDDP(
-        ddp, averager, parameters, (lambda: 1.0) if scaler is None else scaler.get_scale
+        averager, parameters, (lambda: 1.0) if scaler is None else scaler.get_scale
     )
     try:
         ddp.register_comm_hook(state, CompressedDDP.hook)

@@ -10,19 +10,17 @@ machines with ``GradientReducer``, which takes the parts as they are: residuals 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from thinwire.codecs import Codec, codec
-from thinwire.data_parallel.averager import counted
+from thinwire.data_parallel.averager import counted, seed_of
 from thinwire.data_parallel.reducer import check_seed, peers_of
 from thinwire.errors import SpecError
 from thinwire.exchange import Exchange, Peers, Requantized, exchange
@@ -54,8 +52,7 @@ class CompressedFSDP:
 
     def seed(self, what: int) -> int:
         """Of one message's rounding."""
-        packed = struct.pack("<4Q", self._seed, self._calls, self.peers.rank, what)
-        return xxhash.xxh3_64_intdigest(packed) >> 1
+        return seed_of(self._seed, self._calls, self.peers.rank, what)
 
     def sum(self, number: int, parts: Tensor) -> Tensor | None:
         """The sum of this rank's row of ``parts``, for the module of this number."""
@@ -124,14 +121,16 @@ class CompressedFSDP:
         self.peers.close()
 
 
-class _ReduceScatter(ReduceScatter):
-    def __init__(self, state: CompressedFSDP, number: int) -> None:
-        self._state, self._number = state, number
-
+class _Allocates:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(_Allocates, ReduceScatter):
+    def __init__(self, state: CompressedFSDP, number: int) -> None:
+        self._state, self._number = state, number
 
     def __call__(
         self,
@@ -153,14 +152,9 @@ class _ReduceScatter(ReduceScatter):
         return None
 
 
-class _AllGather(AllGather):
+class _AllGather(_Allocates, AllGather):
     def __init__(self, state: CompressedFSDP, number: int, coder: Codec) -> None:
         self._state, self._number, self._coder = state, number, coder
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -95,22 +95,15 @@ class LocalSteps:
         return True
 
     def _exchange(self) -> None:
-        averager = self._averager
-        averager.begin()
-        buckets = averager.split()
-        for bucket, numbers in enumerate(buckets):
-            moved = [self._anchors[n] - _wide(self._parameters[n]) for n in numbers]
-            averager.add(bucket, numbers, [flat(d) for d in moved])
-        outcomes = averager.finish()
-        finite = all(outcome.means is not None for outcome in outcomes.values())
-        averager.settle(finite)
-        self.skipped = not finite
-        for bucket, numbers in enumerate(buckets):
-            means = outcomes[bucket].means
-            for at, number in enumerate(numbers):
-                if finite and means is not None:
-                    self._move(number, means[at])
-                self._parameters[number].copy_(self._anchors[number])
+        found = self._averager.average(
+            lambda n: flat(self._anchors[n] - _wide(self._parameters[n]))
+        )
+        self._averager.settle(found.finite)
+        self.skipped = not found.finite
+        for number, mean in enumerate(found.means):
+            if found.finite and mean is not None:
+                self._move(number, mean)
+            self._parameters[number].copy_(self._anchors[number])
 
     def _move(self, number: int, mean: Tensor) -> None:
         anchor, buffer = self._anchors[number], self._buffers[number]

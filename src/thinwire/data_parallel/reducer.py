@@ -6,8 +6,7 @@ pass, which DDP's and FSDP2's hooks miss; see docs/data-parallel.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.codecs.base import saturated
-from thinwire.data_parallel.averager import BUCKET, Averager
+from thinwire.data_parallel.averager import BUCKET, Averager, Averages
 from thinwire.exchange import Exchange, Peers, exchange
 from thinwire.network import GlooTransport, Transport
 
@@ -23,7 +22,7 @@ DEFAULT = "ef(int4:symmetric)"
 Named = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
 
-class GradientReducer:
+class GradientReducer(Averages):
     """Averages the gradients of ``params`` over the ranks of ``group``, in few bits.
 
     params: parameters, or pairs of a name and a parameter as ``named_parameters`` gives them (names
@@ -52,12 +51,9 @@ class GradientReducer:
         named = named_parameters(params)
         self._parameters = [parameter for _, parameter in named]
         self.peers = peers_of(group, transport, deadline)
-        self._averager = Averager(
-            [(name, local(p)) for name, p in named], self.peers, self.exchange, seed, bucket
-        )
+        parts = [(name, local(p)) for name, p in named]
+        super().__init__(Averager(parts, self.peers, self.exchange, seed, bucket))
         self._averager.form()
-        self._buckets = self._averager.split()
-        self.skipped = False
 
     @property
     def size(self) -> int:
@@ -87,45 +83,18 @@ class GradientReducer:
         Residuals wait for ``settle``."""
         if not 0 < scale < float("inf"):
             raise ValueError(f"scale={scale}: a loss is multiplied by a positive number")
+        parameters = self._parameters
         with self.peers.shared():
-            return self._average(scale)
+            found = self._averager.average(lambda n: flat(parameters[n].grad, scale))
+            for parameter, mean, here in zip(parameters, found.means, found.present, strict=True):
+                if here:
+                    put(parameter, mean, scale)
+        return found.finite
 
     def settle(self, counts: bool) -> None:
         """The step counts; or it does not, and residuals are what they were before it."""
         self._averager.settle(counts)
         self.skipped = not counts
-
-    def _average(self, scale: float) -> bool:
-        averager = self._averager
-        averager.begin()
-        for bucket, numbers in enumerate(self._buckets):
-            grads = [self._parameters[n].grad for n in numbers]
-            averager.add(bucket, numbers, [flat(g, scale) for g in grads])
-        outcomes = averager.finish()
-        for bucket, numbers in enumerate(self._buckets):
-            outcome = outcomes[bucket]
-            for at, number in enumerate(numbers):
-                if outcome.present[at]:
-                    mean = None if outcome.means is None else outcome.means[at]
-                    put(self._parameters[number], mean, scale)
-        return all(outcome.means is not None for outcome in outcomes.values())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's residuals, as plain tensors by name."""
-        return self._averager.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from this rank's ``state_dict``; raises ValueError, with nothing changed, where it
-        does not fit."""
-        self._averager.load_state_dict(state)
-
-    def report(self) -> dict[str, Any]:
-        """What this rank has sent, as plain numbers; see docs/data-parallel.md."""
-        return self._averager.report()
-
-    def close(self) -> None:
-        """Release the transport; the reducer is unusable afterwards."""
-        self.peers.close()
 
 
 def named_parameters(params: Named) -> list[tuple[str, nn.Parameter]]:

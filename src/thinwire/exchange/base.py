@@ -193,6 +193,32 @@ def told_by(sections: Sequence[Section], count: int, rounds: Round, source: int)
     return Told(finite, [bool(one) for one in found])
 
 
+def summed(
+    codec: Codec, own: Section | None, present: Sequence[bool], like: Tensor, rounds: Round
+) -> tuple[Tensor | None, list[bool]]:
+    """The sum of what all ranks have sent this one, in their order, its ``own`` as decoded as the
+    others'; None where a rank's values are not finite. And which tensors any rank has."""
+    peers = rounds.peers
+    finite, anywhere = own is not None, list(present)
+    total = torch.zeros_like(like)
+    for source in range(peers.size):
+        section = own
+        if source != peers.rank:
+            received = rounds.receive(source)
+            told = told_by(received, len(present), rounds, source)
+            anywhere = [a or b for a, b in zip(anywhere, told.present, strict=True)]
+            finite, section = finite and told.finite, received[0]
+        if finite and section is not None:
+            total.add_(decoded(codec, section, total, rounds, source))
+    rounds.close()
+    return total if finite else None, anywhere
+
+
+def take_out(codec: Codec, x: Tensor, section: Section) -> Tensor:
+    """Subtract from ``x`` what others will decode of its section: what is left was lost."""
+    return x.sub_(codec.decode(section.payload.to(x.device), x.shape, x.dtype))
+
+
 class Residual:
     """What coding has lost, one buffer for each of ``lengths``; ``kept``: in this dtype."""
 

@@ -17,17 +17,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs import codec
 from thinwire.codecs import share as shares
 from thinwire.codecs.topk import TopK
 from thinwire.errors import SpecError
 from thinwire.exchange.base import Averaging, Call, Exchange, Member, Outcome, Steps
 from thinwire.exchange.peers import Peers
-from thinwire.exchange.requantized import Requantized, RequantizedAveraging
+from thinwire.exchange.requantized import EXACT, RequantizedAveraging
 from thinwire.exchange.sparse import Sparse, SparseAveraging
 from thinwire.spec import register
 
-_EXACT = Requantized(codec("raw"))
 _FIRST_SHARE = 0.25
 _STAGES = 5
 
@@ -95,9 +93,8 @@ class DGCAveraging(Averaging):
         largest = Sparse(exchange.codec_at(1))
         self._gathering = SparseAveraging(largest, chosen, dtype, device, peers)
         # a round after that of what is sparse
-        self._exact = RequantizedAveraging(_EXACT, rest, dtype, device, peers, first_round=2)
-        sizes = {m.name: m.numel for m in members}
-        self._u = [torch.zeros(sizes[m.name], dtype=dtype, device=device) for m in members]
+        self._exact = RequantizedAveraging(EXACT, rest, dtype, device, peers, first_round=2)
+        self._u = [torch.zeros(m.numel, dtype=dtype, device=device) for m in members]
         self._v = [torch.zeros(m.numel, dtype=dtype, device=device) for m in chosen]
         self._next: tuple[list[Tensor], list[Tensor]] | None = None
 

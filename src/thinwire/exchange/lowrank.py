@@ -21,15 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs import codec
 from thinwire.errors import SpecError
 from thinwire.exchange.base import Averaging, Call, Exchange, Member, Outcome, Steps
 from thinwire.exchange.peers import Peers
-from thinwire.exchange.requantized import Requantized, RequantizedAveraging
+from thinwire.exchange.requantized import EXACT, RequantizedAveraging
 from thinwire.native import noise
 from thinwire.spec import register
 
-_EXACT = Requantized(codec("raw"))
 #: A matrix is compressed if what is sent of it is at most this share of it.
 _WORTH = 0.5
 
@@ -80,8 +78,8 @@ class LowRankAveraging(Averaging):
             self._q.append(_drawn(shape, member.number, 0).to(dtype).to(device))
             kept = (n, m) if low and exchange.ef else (0, 0)
             self._residual.append(torch.zeros(kept, dtype=dtype, device=device))
-        self._first = RequantizedAveraging(_EXACT, firsts, dtype, device, peers)
-        self._second = RequantizedAveraging(_EXACT, seconds, dtype, device, peers, first_round=3)
+        self._first = RequantizedAveraging(EXACT, firsts, dtype, device, peers)
+        self._second = RequantizedAveraging(EXACT, seconds, dtype, device, peers, first_round=3)
         self._next: tuple[list[Tensor], list[Tensor]] | None = None
 
     def average(self, tensors: Sequence[Tensor | None], call: Call) -> Steps:
@@ -172,12 +170,12 @@ def _drawn(shape: tuple[int, ...], number: int, draw: int) -> Tensor:
 def revived(q: Tensor, number: int) -> Tensor:
     """``q``, its columns scaled by powers of two to values about 1, with noise in place of those
     that are nothing."""
-    nothing = (q.abs().amax(0) < torch.finfo(q.dtype).tiny ** 0.5) if q.numel() else q.new_zeros(0)
-    exponents = torch.frexp(q.abs().amax(0))[1] if q.numel() else q.new_zeros(0)
-    q = torch.ldexp(q, -exponents)[:, :]
+    largest = q.abs().amax(0)
+    nothing = largest < torch.finfo(q.dtype).tiny ** 0.5
+    q = torch.ldexp(q, -torch.frexp(largest)[1])
     if not bool(nothing.any()):
         return q
-    return torch.where(nothing[None, :].bool(), _drawn(tuple(q.shape), number, 0).to(q), q)
+    return torch.where(nothing, _drawn(tuple(q.shape), number, 0).to(q), q)
 
 
 def orthonormal(p: Tensor) -> Tensor:

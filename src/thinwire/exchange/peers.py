@@ -123,7 +123,7 @@ class Round:
     """One message from each rank to every other; the receives are posted here."""
 
     def __init__(self, peers: Peers, number: int, bucket: int, most: Sequence[int]) -> None:
-        self._peers, self._number = peers, number
+        self.peers, self._number = peers, number
         self._place = Place(peers.run, peers.step, bucket, number, Direction.EXCHANGE)
         self._handles: dict[int, Handle] = {}
         for other in peers.others:
@@ -137,7 +137,7 @@ class Round:
 
     def send(self, target: int, sections: Sequence[Section], values: int) -> None:
         """Send ``sections``, the first of which holds ``values`` values, to rank ``target``."""
-        peers = self._peers
+        peers = self.peers
         found = list(sections)
         sizes = [values] + [0] * (len(found) - 1)
         peers.counters.count(found, frame.nbytes(found), sizes, True)
@@ -149,7 +149,7 @@ class Round:
 
     def receive(self, source: int) -> list[Section]:
         """What rank ``source`` has sent; its payloads are valid until ``close``."""
-        peers = self._peers
+        peers = self.peers
         try:
             data = peers.transport.wait(self._handles[source], peers.deadline)
             place, sections = frame.parse(data)
@@ -167,12 +167,12 @@ class Round:
     def close(self) -> None:
         """All that has arrived is decoded."""
         for handle in self._handles.values():
-            self._peers.transport.release(handle)
+            self.peers.transport.release(handle)
 
     def _error(self, way: str, other: int, why: Exception | str) -> LinkError:
         where = (
             f"bucket {self._place.microbatch}, round {self._number}" if self._number else "setup"
         )
         return LinkError(
-            f"rank {self._peers.rank}: no {self._peers._what} {way} rank {other} ({where}): {why}"
+            f"rank {self.peers.rank}: no {self.peers._what} {way} rank {other} ({where}): {why}"
         )

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, codec
 from thinwire.codecs.integer import Integer
 from thinwire.exchange.base import (
     RESIDUALS,
@@ -33,7 +33,8 @@ from thinwire.exchange.base import (
     Steps,
     coded,
     decoded,
-    told_by,
+    summed,
+    take_out,
     with_presence,
 )
 from thinwire.exchange.layout import Layout
@@ -51,9 +52,13 @@ class Requantized(Coded):
         return RequantizedAveraging(self, members, dtype, device, peers)
 
 
-def alignment(codec: Codec) -> int:
+#: Exact means, for what is not to be coded.
+EXACT = Requantized(codec("raw"))
+
+
+def alignment(coder: Codec) -> int:
     """Of how many values what shares a scale consists: parts of tensors begin at multiples."""
-    return codec.group if isinstance(codec, Integer) and isinstance(codec.group, int) else 1
+    return coder.group if isinstance(coder, Integer) and isinstance(coder.group, int) else 1
 
 
 class RequantizedAveraging(Averaging):
@@ -83,16 +88,19 @@ class RequantizedAveraging(Averaging):
 
     def average(self, tensors: Sequence[Tensor | None], call: Call) -> Steps:
         sizes = [self._codec.max_nbytes((n,), self.dtype) for n in self._layout.lengths]
-        own = sizes[self.peers.rank] + -(-len(tensors) // 8)
-        scattering = self.peers.round(self._first, call.bucket, [own] * self.peers.size)
+        most = sizes[self.peers.rank] + -(-len(tensors) // 8)
+        scattering = self.peers.round(self._first, call.bucket, [most] * self.peers.size)
         gathering = self.peers.round(self._first + 1, call.bucket, sizes)
         present = [tensor is not None for tensor in tensors]
         parts = self._send_parts(tensors, present, scattering, call)
         yield
-        total, anywhere = self._sum(parts, present, scattering)
+        rank = self.peers.rank
+        like = torch.empty(self._layout.lengths[rank], dtype=self.dtype, device=self.device)
+        own = None if parts is None else parts[rank]
+        total, anywhere = summed(self._codec, own, present, like, scattering)
         nowhere = [index for index, here in enumerate(anywhere) if not here]
         mean = None if total is None else self._encode_mean(total, nowhere, call.seed)
-        values = self._layout.lengths[self.peers.rank] if mean else 0
+        values = like.numel() if mean else 0
         for other in self.peers.others:
             gathering.send(other, [mean or Section(Kind.NONFINITE)], values)
         yield
@@ -119,30 +127,9 @@ class RequantizedAveraging(Averaging):
             return None
         if self._worker is not None:
             for part, section in zip(parts, sections, strict=True):
-                part.sub_(codec.decode(section.payload.to(part.device), part.shape, part.dtype))
+                take_out(codec, part, section)
             self._propose(self._worker, parts, absent)
         return sections
-
-    def _sum(
-        self, parts: list[Section] | None, present: Sequence[bool], scattering: Round
-    ) -> tuple[Tensor | None, list[bool]]:
-        """The mean of this rank's part of all ranks, None where a rank's is not finite; and which
-        tensors any rank has."""
-        rank, finite, anywhere = self.peers.rank, parts is not None, list(present)
-        length = self._layout.lengths[rank]
-        total = torch.zeros(length, dtype=self.dtype, device=self.device)
-        for source in range(self.peers.size):
-            if source == rank:
-                section = parts[rank] if parts is not None else None
-            else:
-                received = scattering.receive(source)
-                told = told_by(received, len(present), scattering, source)
-                anywhere = [a or b for a, b in zip(anywhere, told.present, strict=True)]
-                finite, section = finite and told.finite, received[0]
-            if finite and section is not None:
-                total.add_(decoded(self._codec, section, total, scattering, source))
-        scattering.close()
-        return total.div_(self.peers.size) if finite else None, anywhere
 
     def _receive_means(self, mean: Section | None, gathering: Round) -> list[Tensor] | None:
         """The means of all parts by tensor; None where one is not finite."""
@@ -161,16 +148,17 @@ class RequantizedAveraging(Averaging):
         return found
 
     def _encode_mean(self, total: Tensor, nowhere: Sequence[int], seed: int) -> Section | None:
-        """What all ranks get of this rank's part; None where it is not finite."""
+        """What all ranks get of the mean of this rank's part, of which ``total`` is the sum; None
+        where it is not finite."""
         rank = self.peers.rank
+        total.div_(self.peers.size)
         if self._server is not None:
             self._server.add_to([total])
             for where in self._layout.of(nowhere, rank):
                 total[where] = 0
         section = coded(self._codec, total, seed ^ 1)
         if section is not None and self._server is not None:
-            payload = section.payload.to(total.device)
-            total.sub_(self._codec.decode(payload, total.shape, total.dtype))
+            take_out(self._codec, total, section)
             self._layout.clear_between(total, rank)
             self._server.propose([total])
             for where in self._layout.of(nowhere, rank):

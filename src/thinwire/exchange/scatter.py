@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.exchange.base import Residual, coded, decoded
+from thinwire.exchange.base import Residual, coded, decoded, summed, take_out, with_presence
 from thinwire.exchange.peers import Peers
 from thinwire.frame import Kind, Section
 
@@ -36,7 +36,7 @@ class Scatter:
     def sum(self, parts: Tensor, seed: int) -> Tensor | None:
         """``parts`` [ranks, n], of which this rank gets the sum over ranks of its own row, float32
         or float64; None on all ranks where a value of any is not finite."""
-        peers, rank = self._peers, self._peers.rank
+        peers = self._peers
         dtype = torch.float64 if parts.dtype == torch.float64 else torch.float32
         values = parts.to(dtype, copy=True)
         if self._kept is not None:
@@ -46,27 +46,17 @@ class Scatter:
             self.residual.add_to(list(values))
         most = self._codec.max_nbytes((values.shape[1],), dtype)
         scattering = peers.round(_SCATTER, self._bucket, [most] * peers.size)
-        sections = [coded(self._codec, row, seed) for row in values]
-        finite = all(section is not None for section in sections)
+        sections = [one for row in values if (one := coded(self._codec, row, seed)) is not None]
+        finite = len(sections) == len(values)
         for other in peers.others:
-            section = sections[other]
-            if not finite or section is None:
-                section = Section(Kind.NONFINITE)
-            scattering.send(other, [section], values.shape[1] if finite else 0)
+            section, count = (sections[other], values.shape[1]) if finite else (None, 0)
+            scattering.send(other, with_presence(section, ()), count)
         if finite and self.residual is not None:
             for row, section in zip(values, sections, strict=True):
-                assert section is not None
-                row.sub_(self._codec.decode(section.payload.to(row.device), row.shape, dtype))
+                take_out(self._codec, row, section)
             self.residual.propose(list(values))
-        total = torch.zeros(values.shape[1], dtype=dtype, device=values.device)
-        for source in range(peers.size):
-            section = sections[rank] if source == rank else scattering.receive(source)[0]
-            finite = finite and section is not None and section.kind != Kind.NONFINITE
-            if finite:
-                assert section is not None
-                total.add_(decoded(self._codec, section, total, scattering, source))
-        scattering.close()
-        return total if finite else None
+        own = sections[peers.rank] if finite else None
+        return summed(self._codec, own, (), values[0], scattering)[0]
 
 
 def gather(peers: Peers, bucket: int, codec: Codec, x: Tensor, seed: int) -> Tensor:

@@ -24,8 +24,8 @@ from thinwire.exchange.base import (
     Residual,
     Steps,
     coded,
-    decoded,
-    told_by,
+    summed,
+    take_out,
     with_presence,
 )
 from thinwire.exchange.layout import Layout
@@ -79,28 +79,13 @@ class SparseAveraging(Averaging):
         for other in peers.others:
             gathering.send(other, with_presence(mine, present), length if mine else 0)
         if mine is not None and self._residual is not None:
-            payload = mine.payload.to(self.device)
-            self._residual.propose([values.sub_(codec.decode(payload, values.shape, values.dtype))])
+            self._residual.propose([take_out(codec, values, mine)])
             for where in self.layout.of(absent, 0):
                 self._residual.stay(0, where)
         yield
 
-        finite, anywhere = mine is not None, list(present)
-        total = torch.zeros(length, dtype=self.dtype, device=self.device)
-        for source in range(peers.size):
-            section = mine
-            if source != peers.rank:
-                received = gathering.receive(source)
-                told = told_by(received, len(tensors), gathering, source)
-                anywhere = [a or b for a, b in zip(anywhere, told.present, strict=True)]
-                finite = finite and told.finite
-                section = received[0]
-            if finite:
-                assert section is not None
-                total.add_(decoded(codec, section, total, gathering, source))
-        gathering.close()
-        total.div_(peers.size)
-        if not finite or not bool(torch.isfinite(total).all()):
+        total, anywhere = summed(codec, mine, present, values, gathering)
+        if total is None or not bool(torch.isfinite(total.div_(peers.size)).all()):
             return Outcome(None, anywhere)
         found = [torch.empty(m.numel, dtype=self.dtype, device=self.device) for m in self.members]
         self.layout.scatter([total], found)
